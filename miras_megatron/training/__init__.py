@@ -1,0 +1,1 @@
+"""Data, the training loop, checkpoints, evaluation and generation. Importing this package imports nothing else."""

@@ -1,0 +1,1 @@
+"""Command line tools around miras_megatron: preprocessing, benchmarks, inspection."""
