@@ -109,6 +109,11 @@ class Rule:
         return self.gradient_at != "chunk" or (plain and frozen)
 
     @property
+    def is_ftrl(self) -> bool:
+        """Elastic net in its FTRL form: the state keeps A (in the momentum's place) beside W = soft(A)."""
+        return self.retention == "elastic_net" and self.elastic_form == "ftrl"
+
+    @property
     def gates(self) -> tuple[str, ...]:
         """Names of the gates of `MemoryInputs` this rule reads; all are required but log_keep."""
         takes = {
@@ -204,12 +209,16 @@ class Rule:
     def init_state(self, params: dict[str, Tensor], batch: int) -> MemoryState:
         """The state before the first token, for `batch` rows; at least float32; gradients flow to params."""
         weights = tuple(_at_least_float32(w).expand(batch, *w.shape) for w in self.start_weights(params))
-        momentum = tuple(torch.zeros_like(w) for w in weights) if self.momentum else ()
+        momentum: tuple[Tensor, ...] = tuple(torch.zeros_like(w) for w in weights) if self.momentum else ()
+        if self.is_ftrl:
+            momentum = weights
         phase = torch.zeros(batch, dtype=torch.int64)
         tail, seen = self._empty_tail(weights[0], params, batch)
         return MemoryState(weights, momentum, () if self.exact else weights, phase, tail, seen)
 
-    def _empty_tail(self, like: Tensor, params: dict[str, Tensor], batch: int) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _empty_tail(
+        self, like: Tensor, params: dict[str, Tensor], batch: int
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
         if self.window == 1:
             return {}, None
         heads, head_dim = like.shape[1], params[f"weight_{self.depth - 1}"].shape[-2]
@@ -333,7 +342,9 @@ def make_rule(name: str, **choices: Any) -> Rule:
     known = {f.name for f in fields(Rule)} - {"name"}
     unknown = sorted(set(choices) - known)
     if unknown:
-        raise ValueError(f"rule {name!r}: unknown choice {', '.join(unknown)}; the choices are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"rule {name!r}: unknown choice {', '.join(unknown)}; the choices are {', '.join(sorted(known))}"
+        )
     return replace(RULES[name], **choices)
 
 

@@ -67,9 +67,9 @@ def _map_gate(gate: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class MemoryState:
     """All that a memory needs to go on after some token.
 
-    weights   per memory layer [B, N, out, in]: the stored variable (W; A for Moneta and FTRL forms;
-              log W for exact KL; logit W for sigmoid retention), after the last token
-    momentum  per memory layer [B, N, out, in]; empty where the learner has none
+    weights   per memory layer [B, N, out, in]: the stored variable (W; A for Moneta; log W for exact KL;
+              logit W for sigmoid retention), after the last token
+    momentum  per memory layer [B, N, out, in]; A of the FTRL elastic net; empty where the learner has none
     anchor    per memory layer [B, N, out, in]: the stored variable at which this chunk's gradients
               are taken. Equal to `weights` at a chunk border (phase 0)
     phase     [B] int64 on the CPU: tokens already seen of the unfinished chunk
@@ -86,7 +86,7 @@ class MemoryState:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MemoryState:
         """The same state with `change` applied to every tensor."""
-        return pytree.tree_map(change, self)
+        return pytree.tree_map_only(Tensor, change, self)
 
     def detach(self) -> MemoryState:
         """The same values, cut from the autograd graph."""
@@ -151,7 +151,9 @@ def join_rows(states: Sequence[MemoryState]) -> MemoryState:
         return states[0]
     first, spec = pytree.tree_flatten(states[0])
     columns = [pytree.tree_leaves(s) for s in states]
-    return pytree.tree_unflatten([torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in zip(*columns, strict=True)], spec)
+    return pytree.tree_unflatten(
+        [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in zip(*columns, strict=True)], spec
+    )
 
 
 def replace_state(state: MemoryState, **changes: Any) -> MemoryState:

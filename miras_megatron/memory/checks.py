@@ -1,0 +1,77 @@
+"""What a scan refuses before it starts: every problem of its arguments at once, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from .rules import Rule, gate_of_layer
+from .state import MemoryInputs, MemoryState
+
+OPTIONAL_GATES = ("log_keep",)
+
+
+def check_scan(rule: Rule, inputs: MemoryInputs, state: MemoryState, chunk_size: int, checkpoint_every: int) -> None:
+    """Raise ValueError with every problem of a scan's arguments."""
+    problems = [*_size_problems(inputs, state, chunk_size, checkpoint_every), *_gate_problems(rule, inputs)]
+    if problems:
+        raise ValueError(f"memory rule {rule.name!r} can't scan:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def _size_problems(inputs: MemoryInputs, state: MemoryState, chunk_size: int, checkpoint_every: int) -> Iterator[str]:
+    shape = tuple(inputs.q.shape)
+    if len(shape) != 4 or shape[1] < 1:
+        yield f"q {shape}: must be [B, T, N, D] with at least one token"
+        return
+    for name in ("k", "v"):
+        if tuple(getattr(inputs, name).shape) != shape:
+            yield f"{name} {tuple(getattr(inputs, name).shape)}: must have the shape of q, {shape}"
+    rows, heads = state.weights[0].shape[:2]
+    if (rows, heads) != (shape[0], shape[2]):
+        yield f"state: holds {rows} rows of {heads} heads, the inputs {shape[0]} of {shape[2]}"
+    if chunk_size < 1:
+        yield f"chunk_size = {chunk_size}: must be at least 1"
+    elif int(state.phase.max()) >= chunk_size:
+        yield f"state: stands {int(state.phase.max())} tokens inside a chunk, chunk_size = {chunk_size} is smaller"
+    if checkpoint_every < 1:
+        yield f"checkpoint_every = {checkpoint_every}: must be at least 1"
+
+
+def _gate_problems(rule: Rule, inputs: MemoryInputs) -> Iterator[str]:
+    for name in ("log_keep", "momentum", "lr", "delta", "lr_prev", "window"):
+        gate = getattr(inputs, name)
+        if name not in rule.gates:
+            if gate is not None:
+                yield f"{name}: this rule has no such gate; pass None"
+        elif gate is None:
+            if name not in OPTIONAL_GATES:
+                yield f"{name}: this rule needs it"
+        else:
+            yield from _shape_problems(rule, inputs, name)
+
+
+def _shape_problems(rule: Rule, inputs: MemoryInputs, name: str) -> Iterator[str]:
+    tokens, full = tuple(inputs.q.shape[:3]), tuple(inputs.q.shape)
+    gate = getattr(inputs, name)
+    if name == "window":
+        if tuple(gate.shape) != (*tokens, rule.window):
+            yield f"window {tuple(gate.shape)}: must be {(*tokens, rule.window)}"
+        return
+    if not isinstance(gate, Tensor):
+        if name not in rule.layered_gates:
+            yield f"{name}: one tensor for all memory layers, not a tuple"
+            return
+        if len(gate) != rule.depth:
+            yield f"{name}: {len(gate)} tensors for a memory of {rule.depth} matrices; give one a matrix, or one for all"
+            return
+    for layer in range(rule.depth if name in rule.layered_gates else 1):
+        one = gate_of_layer(gate, layer)
+        assert one is not None
+        if tuple(one.shape) not in (tokens, full):
+            yield f"{name} of matrix {layer} {tuple(one.shape)}: must be {tokens} (head) or {full} (channel)"
+        elif name in rule.layered_gates and one.ndim == 4 and rule.channel_side(layer) is None:
+            yield (
+                f"{name} of matrix {layer}: a channel gate; between the first and the last matrix only head gates "
+                "act: pass a tuple with a [B, T, N] gate there"
+            )
