@@ -1,0 +1,62 @@
+# Each target makes its virtual environment when it is missing or older than the settings. `make help` lists them.
+VENV ?= .venv
+LATEST ?= .venv-core-latest
+CORE_LATEST = 0.19.2
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+PYTEST = $(BIN)/python -m pytest
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv run test test-full test-core-latest check bench clean
+
+help:
+	@echo "make run               train the quickstart model, show what it learned (minutes)"
+	@echo "make test              checks and tests (minutes)"
+	@echo "make test-full         the full test matrices too (hours)"
+	@echo "make check             format, lint, types, architecture (a minute)"
+	@echo "make bench             speed and memory of the inner loop beside titans-pytorch"
+	@echo "make test-core-latest  the Megatron tests on megatron-core $(CORE_LATEST) (downloads 0.7 GB)"
+	@echo "make venv              only the virtual environment, $(VENV)"
+
+venv: $(READY)
+
+$(READY): pyproject.toml requirements-cpu.lock
+	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) can't make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --requirement requirements-cpu.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $(READY)
+
+run: $(READY)
+	$(BIN)/python -m miras_tools.quickstart
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) -q tests/test_architecture.py
+
+test: check
+	$(PYTEST) --durations=20
+
+test-full: check
+	$(PYTEST) -m "full or not full" --durations=40
+
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(BIN)/miras-bench memory
+
+# megatron-core from 0.17 on asks for Python 3.12 but runs on 3.11; it imports triton without asking for it.
+$(LATEST)/.core-ready: pyproject.toml requirements-cpu.lock
+	$(MAKE) VENV=$(LATEST) venv
+	$(LATEST)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==$(CORE_LATEST) triton==3.7.1
+	@touch $@
+
+test-core-latest: $(LATEST)/.core-ready
+	$(LATEST)/bin/python -m pytest tests/compat tests/parallel tests/model tests/training
+
+clean:
+	rm -rf $(VENV) $(LATEST) .pytest_cache .mypy_cache .ruff_cache
