@@ -55,16 +55,16 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _later_starts(cu_seqlens: CuSeqlens, row: int, length: int) -> set[int]:
-    """The positions at which a new document begins, without position 0.
+    """The positions at which a new document begins, without position 0; an empty document is none.
 
-    Raises ValueError where the cuts aren't strictly increasing from 0 to the length.
+    Raises ValueError where the cuts don't rise from 0 to the length.
     """
     if cu_seqlens is None:
         return set()
     cuts = [int(c) for c in (cu_seqlens if isinstance(cu_seqlens, Tensor) else cu_seqlens[row])]
-    if cuts[0] != 0 or cuts[-1] != length or any(b <= a for a, b in zip(cuts, cuts[1:], strict=False)):
-        raise ValueError(f"cu_seqlens = {cuts} of row {row}: must increase strictly from 0 to the length {length}")
-    return set(cuts[1:-1])
+    if cuts[0] != 0 or cuts[-1] != length or cuts != sorted(cuts):
+        raise ValueError(f"cu_seqlens = {cuts} of row {row}: must rise from 0 to the length {length}")
+    return set(cuts) - {0, length}
 
 
 def _scan_row(

@@ -86,7 +86,8 @@ class MemoryState:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MemoryState:
         """The same state with `change` applied to every tensor."""
-        return pytree.tree_map_only(Tensor, change, self)
+        mapped: MemoryState = pytree.tree_map_only(Tensor, change, self)
+        return mapped
 
     def detach(self) -> MemoryState:
         """The same values, cut from the autograd graph."""
@@ -149,11 +150,10 @@ def join_rows(states: Sequence[MemoryState]) -> MemoryState:
     """One state with the batch rows of all `states`, in order."""
     if len(states) == 1:
         return states[0]
-    first, spec = pytree.tree_flatten(states[0])
-    columns = [pytree.tree_leaves(s) for s in states]
-    return pytree.tree_unflatten(
-        [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in zip(*columns, strict=True)], spec
-    )
+    columns = zip(*(pytree.tree_leaves(s) for s in states), strict=True)
+    joined = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
+    state: MemoryState = pytree.tree_unflatten(joined, pytree.tree_structure(states[0]))
+    return state
 
 
 def replace_state(state: MemoryState, **changes: Any) -> MemoryState:
