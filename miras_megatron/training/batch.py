@@ -88,6 +88,6 @@ def collate(rows: list[Row], lanes: list[int], samples: list[int], *, boundaries
 
 
 def cut_points(starts: Tensor, length: int) -> Tensor:
-    """Document starts inside a row of `length` tokens as cumulative lengths [0, .., length], int64, strictly ascending."""
+    """Document starts inside a row of `length` tokens as int64 cumulative lengths [0, .., length], ascending."""
     inside = starts[starts < length]
     return torch.cat([torch.tensor([0]), inside.to(torch.int64), torch.tensor([length])])

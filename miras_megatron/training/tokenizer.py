@@ -1,6 +1,6 @@
 """Text to token ids and back: raw bytes, or any Hugging Face tokenizer.json (trained BPE included).
 
-No torch here: preprocessing workers and the login node import this file. A tokenizer is known by its `digest`, which data
+No torch here: preprocessing workers import this file. A tokenizer is known by its `digest`, which data
 manifests and checkpoints hold, so that text cut by one tokenizer is never trained on with another.
 """
 
