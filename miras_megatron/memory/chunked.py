@@ -18,15 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from . import retention
 from .checks import check_scan
 from .features import polynomial_features
+from .fused import TILE, scan_fused, takes_fused
 from .lanes import document_cuts, scan_lanes
 from .network import SlowNorm, apply_weights, read_network
 from .rules import Rule
 from .state import MemoryInputs, MemoryState, replace_state
 from .step import step_tile
 from .tile import Tokens, arrange_tokens
-
-TILE = 64
-"""Tokens walked at once; never semantic."""
 
 
 def scan_memory(
@@ -83,7 +81,8 @@ def _scan_uniform(
     """Rows that all stand at the same phase, one document each."""
     tokens = arrange_tokens(rule, params, inputs, state.weights[0].dtype)
     phase, length = int(state.phase[0]), len(tokens)
-    reads, state = _scan_spans(rule, params, tokens, state, phase, chunk_size, every)
+    scan = scan_fused if takes_fused(rule, tokens) else _scan_spans
+    reads, state = scan(rule, params, tokens, state, phase, chunk_size, every)
     state = replace_state(state, phase=torch.full_like(state.phase, 0 if rule.exact else (phase + length) % chunk_size))
     reads = reads.transpose(1, 2).to(inputs.q.dtype)
     return (reads + inputs.q if rule.residual else reads), state
