@@ -36,7 +36,7 @@ def step_tile(
     writes = [window_writes(rule, gates, tokens, state.seen) for gates in tokens.gates]
     if needs_walk(rule):
         pairs = _pairs(state)
-        reads, pairs = walk_tile(rule, params, norm, state.anchor, pairs, tokens, factors, writes)
+        reads, pairs = walk_tile(rule, params, norm, state.anchor or state.weights, pairs, tokens, factors, writes)
     else:
         reads, pairs = _dual_tile(rule, norm, state, tokens, factors, writes, ends_chunk)
     return reads, _after(rule, state, tokens, pairs, ends_chunk)
