@@ -1,0 +1,292 @@
+"""The folders of checkpoints as files: names, the atomic rename, `latest`, the manifest, and what may be unpickled.
+
+    RUN/checkpoints/step_00000500/   complete, or it would not have this name
+        manifest.json                format version, step, bytes and SHA-256 of every other file
+        config.yaml                  the resolved configuration
+        common.pt                    plain values and tensors: read through an allow-list
+        .metadata  __0_0.distcp ..   megatron-core's dist_checkpointing (torch_dist)
+    RUN/checkpoints/latest           the name of the newest; a resumed run starts there
+
+What is in the tensors is `checkpoint`'s business. A reader unpickles nothing but tensors, plain values
+and the few classes of `METADATA_CLASSES`, so a checkpoint from a stranger can't run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+FORMAT = 1
+"""Version of everything written here; a reader refuses a newer one."""
+
+MANIFEST, LATEST = "manifest.json", "latest"
+
+METADATA_CLASSES = {
+    "torch": {
+        "Size",
+        "device",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+"""Everything the index of a torch_dist checkpoint is made of; nothing else is unpickled from it."""
+
+
+def folder_of(run_dir: Path | str) -> Path:
+    """Where the checkpoints of a run lie."""
+    return Path(run_dir) / "checkpoints"
+
+
+def name_of(step: int) -> str:
+    """Folder name of the checkpoint after `step`."""
+    return f"step_{step:08d}"
+
+
+def complete_checkpoints(run_dir: Path | str) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    folder = folder_of(run_dir)
+    return sorted(path.parent for path in folder.glob(f"step_*/{MANIFEST}")) if folder.is_dir() else []
+
+
+def latest_checkpoint(run_dir: Path | str) -> Path | None:
+    """The checkpoint that `latest` names, else the newest complete one, else None."""
+    pointer = folder_of(run_dir) / LATEST
+    if pointer.is_file():
+        named = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+        if (named / MANIFEST).is_file():
+            return named
+    return (complete_checkpoints(run_dir) or [None])[-1]
+
+
+def find_checkpoint(path: Path | str, field: str) -> Path:
+    """The checkpoint that a user named: a checkpoint folder, or a run folder, which stands for its latest.
+
+    Raises ValueError naming `field` where there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    found = latest_checkpoint(path)
+    if found is None:
+        reason = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+        raise ValueError(
+            f"{field} = {path}: {reason}; name a run folder with checkpoints/ or one checkpoints/step_* in it"
+        )
+    return found
+
+
+@contextmanager
+def new_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Any) -> Iterator[Path]:
+    """A folder to write the checkpoint of `step` into; it gets its name and becomes `latest` when the block ends well.
+
+    Every rank enters; `barrier` is called where ranks wait for rank 0. What a killed save left behind is removed.
+    """
+    folder = folder_of(run_dir)
+    part, target = folder / f".{name_of(step)}.part", folder / name_of(step)
+    if rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    barrier()
+    yield part
+    barrier()
+    if rank == 0:
+        retire(target)
+        os.rename(part, target)
+        _sync_folder(folder)
+        write_atomically(folder / LATEST, target.name + "\n")
+        _sync_folder(folder)
+    barrier()
+
+
+def keep_newest(run_dir: Path | str, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints (0: none), never the latest."""
+    latest = latest_checkpoint(run_dir)
+    for path in complete_checkpoints(run_dir)[: -keep or None] if keep else []:
+        if path != latest:
+            retire(path)
+
+
+def retire(path: Path) -> None:
+    """Remove a checkpoint so that a kill in the middle leaves no half one under a complete name."""
+    if path.exists():
+        gone = path.with_name(f".{path.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+        shutil.rmtree(gone)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole or not at all, and down to the disk."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- the manifest ------------------------------------------------------------------------------------
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Bytes and SHA-256 of one file."""
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def write_manifest(folder: Path, step: int, files: dict[str, dict[str, Any]]) -> None:
+    """Write the manifest over `files` (name -> `describe`)."""
+    content = {"format": FORMAT, "step": step, "files": dict(sorted(files.items()))}
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest. Raises ValueError where it can't be read or is of a newer format."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version = int(manifest["format"])
+        if not isinstance(manifest["files"], dict):
+            raise TypeError("files")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise _damaged(folder, MANIFEST, f"can't be read ({type(e).__name__})") from None
+    if version > FORMAT:
+        raise ValueError(
+            f"{folder}: checkpoint format {version}, this version reads up to {FORMAT}; update miras-megatron"
+        )
+    return manifest
+
+
+def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint, one line each; rank `part` of `parts` reads its share."""
+    problems = []
+    for index, (name, want) in enumerate(sorted(read_manifest(folder)["files"].items())):
+        if index % parts != part:
+            continue
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != want["bytes"]:
+            problems.append(f"{path} has {path.stat().st_size} bytes, {want['bytes']} were written")
+        elif describe(path)["sha256"] != want["sha256"]:
+            problems.append(f"{path} has changed since it was written (SHA-256 differs)")
+    return problems
+
+
+def refuse_damaged(folder: Path, problems: list[str]) -> None:
+    """Raise ValueError for what `damaged_files` found on any rank."""
+    if problems:
+        others = [path.name for path in complete_checkpoints(folder.parent.parent) if path != folder]
+        way_out = (
+            f"go on from an earlier one with --resume {folder.parent / others[-1]}"
+            if others
+            else "there is no earlier one"
+        )
+        raise ValueError("damaged checkpoint: " + "; ".join(sorted(problems)) + f"; {way_out}")
+
+
+def _damaged(folder: Path, name: str, reason: str) -> ValueError:
+    return ValueError(f"damaged checkpoint: {folder / name} {reason}; go on from an earlier one with --resume PATH")
+
+
+# -- what may be unpickled ---------------------------------------------------------------------------
+
+
+class _IndexReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of the tensors. Raises ValueError where it holds anything but tensors' shapes and places.
+
+    torch reads this file with a plain `pickle.load` and byte objects with `weights_only=False`; so it is read
+    here first, through an allow-list, and a checkpoint that holds byte objects at all is refused.
+    """
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            index = _IndexReader(file).load()
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ImportError,
+        IndexError,
+        ValueError,
+        TypeError,
+    ) as e:
+        raise _damaged(folder, ".metadata", f"can't be read: {e}") from None
+    if not isinstance(index, Metadata):
+        raise _damaged(folder, ".metadata", "is no index of tensors")
+    pickled = [name for name, entry in index.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
+    if pickled:
+        raise ValueError(f"{folder}: {pickled[0]} is a pickled object, not a tensor; only tensors are read")
+    return index
+
+
+def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """A file of tensors and plain values, with no key but `allowed`. Raises ValueError naming what else it holds."""
+    with _no_extra_globals():
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
+            first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            raise ValueError(f"{path}: can't be read as tensors and plain values: {first}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, not named values")
+    unknown = sorted(map(str, content.keys() - set(allowed)))
+    if unknown:
+        raise ValueError(f"{path}: unknown entries {', '.join(unknown)}; allowed are {', '.join(allowed)}")
+    return content
+
+
+@contextmanager
+def _no_extra_globals() -> Iterator[None]:
+    """Inside, torch.load's allow-list is torch's own: megatron-core's import adds classes to it."""
+    extra = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(extra)

@@ -1,0 +1,126 @@
+"""The guard against numbers that are none: finds the first layer and quantity that went wrong, before the update.
+
+The step is checked after the gradients are summed over ranks and before the optimizer acts, so weights are never
+poisoned. Only then, on the failing step, the same microbatches are run again with hooks: nothing is paid before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+class NotANumber(Exception):
+    """A loss or gradient was infinite or no number, and the run's policy is to stop."""
+
+
+@dataclass
+class Finding:
+    """What went wrong first on this rank: the module and what of it; empty where nothing did here."""
+
+    place: str = ""
+    quantity: str = ""
+    details: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        text = f"{self.quantity} of {self.place}" if self.place else "nothing on this rank"
+        return text + ("".join(f"\n  {line}" for line in self.details))
+
+
+def is_finite(*numbers: float) -> bool:
+    """Whether all are ordinary numbers."""
+    return all(math.isfinite(x) for x in numbers)
+
+
+def find_first(model: nn.Module, rerun: Callable[[], None]) -> Finding:
+    """Where the failing step went wrong on this rank.
+
+    model   the unwrapped model; gradients of the failing step still in `main_grad` or `grad`
+    rerun   runs the step's microbatches forward again, without gradients
+    Looks, in this order, at parameters, at the outputs of modules in the order they are computed, and at gradients.
+    """
+    bad = [name for name, p in model.named_parameters() if not all_finite(p)]
+    if bad:
+        return Finding(*_split(bad[0]), details=[f"{len(bad)} parameters are not finite before the step"])
+    found = _first_output(model, rerun)
+    if found.place:
+        return found
+    bad = [name for name, p in model.named_parameters() if not all_finite(getattr(p, "main_grad", p.grad))]
+    if bad:
+        place, parameter = _split(bad[-1])
+        return Finding(
+            place,
+            f"the gradient of {parameter}",
+            [f"{len(bad)} gradients are not finite; this one is the last in the model"],
+        )
+    return Finding()
+
+
+def all_finite(x: Any) -> bool:
+    """Whether every number of a tensor, or of a pytree of tensors, is finite."""
+    return all(
+        bool(torch.isfinite(leaf).all())
+        for leaf in pytree.tree_leaves(x)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )
+
+
+def _first_output(model: nn.Module, rerun: Callable[[], None]) -> Finding:
+    """The first module, in the order of computation and the innermost first, that gives what is not finite."""
+    found = Finding()
+    probes: dict[str, dict[str, Any]] = {}
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not found.place and not all_finite(output):
+                found.place, found.quantity = name or "the model", "the output"
+
+        return hook
+
+    with probed(model) as probes, _hooked(model, look), torch.no_grad():
+        rerun()
+    if found.place:
+        found.details = [line for name, probe in probes.items() for line in _probe_lines(name, probe)]
+    return found
+
+
+@contextmanager
+def _hooked(model: nn.Module, look: Callable[[str], Callable[..., None]]) -> Iterator[None]:
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def probed(model: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
+    """Inside, every block that keeps a `probe` fills it: block name -> quantity -> detached value."""
+    blocks = {name: module for name, module in model.named_modules() if hasattr(module, "probe")}
+    probes: dict[str, dict[str, Any]] = {name: {} for name in blocks}
+    for name, block in blocks.items():
+        block.probe = probes[name]
+    try:
+        yield probes
+    finally:
+        for block in blocks.values():
+            block.probe = None
+
+
+def _probe_lines(name: str, probe: dict[str, Any]) -> list[str]:
+    """The quantities of one block that are not finite."""
+    wrong = {k: v for k, v in probe.items() if not math.isfinite(float(v))}
+    return [f"{name}: {quantity} is {float(value)}" for quantity, value in wrong.items()]
+
+
+def _split(parameter: str) -> tuple[str, str]:
+    place, _, name = parameter.rpartition(".")
+    return place or "the model", f"parameter {name}"

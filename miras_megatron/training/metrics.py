@@ -1,0 +1,215 @@
+"""What a run tells: RUN/metrics.jsonl (one object a step), RUN/validation.jsonl, TensorBoard, one console line a step.
+
+Only rank 0 writes. Nothing here is read back by the run itself: lines after a resumed step are dropped,
+so that a curve has one value a step however often the run was cut.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0, "B200": 2250.0}
+"""bf16 matrix-product peak of one device without sparsity, by a part of its name (vendors' data sheets)."""
+
+
+@dataclass(kw_only=True)
+class StepReport:
+    """What one optimizer step did. Numbers are over all ranks.
+
+    loss         nats a token, mean over the step's counted tokens
+    grad_norm    global l2 norm before clipping
+    lr           of this update
+    tokens       tokens read, masked ones too
+    seconds      wall time of the step
+    tokens_per_s of the whole job
+    tflops       TFLOP/s a device that the counted operations reach; None where they aren't counted
+    mfu          that over the device's peak, 0 to 1; None where the peak isn't known
+    peak_gib     most memory held so far: of the device, or of the process where there is none
+    memory       layer name -> quantity -> value, on the steps that record it
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    tflops: float | None = None
+    mfu: float | None = None
+    peak_gib: float = 0.0
+    skipped: bool = False
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """The object of metrics.jsonl; `skipped` and `memory` only where they say something."""
+        values = asdict(self)
+        return {k: v for k, v in values.items() if k not in ("skipped", "memory") or v}
+
+
+def peak_gib() -> float:
+    """Most memory held so far, GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / 2**20 if sys.platform != "darwin" else kilobytes / 2**30
+
+
+def device_peak_tflops(given: float | None) -> float | None:
+    """The device's matrix-product peak in TFLOP/s: `given`, the table's, or None."""
+    if given is not None or not torch.cuda.is_available():
+        return given
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+class RunLog:
+    """The open files of one run. A rank that isn't rank 0 holds none and writes nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        last_step: int,
+        steps: int,
+        every: int = 1,
+        tensorboard: bool = True,
+        writes: bool = True,
+        console: TextIO | None = None,
+    ) -> None:
+        """Open the logs of a run that stands at `last_step` of `steps`; later records are dropped."""
+        self.writes, self.every, self.steps, self.console = writes, every, steps, console or sys.stdout
+        self._files: dict[str, TextIO] = {}
+        self._pace: float | None = None
+        self._board = None
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "validation.jsonl"):
+                drop_after(folder / name, last_step)
+                self._files[name] = open(folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._board = _open_board(folder / "tb", last_step) if tensorboard else None
+
+    def step(self, report: StepReport) -> None:
+        """Record one step."""
+        self._pace = report.seconds if self._pace is None else 0.9 * self._pace + 0.1 * report.seconds
+        if not self.writes:
+            return
+        self._write("metrics.jsonl", report.record())
+        self._scalars(step_scalars(report), report.step)
+        if report.step % self.every == 0 or report.step in (1, self.steps):
+            self.say(console_line(report, self.steps, self._pace))
+
+    def validation(self, step: int, results: dict[str, Any]) -> None:
+        """Record a validation: `loss` in nats a token, `bits_per_byte`, and `by_position`."""
+        if not self.writes:
+            return
+        self._write("validation.jsonl", {"step": step} | results)
+        flat = {f"validation/{k}": v for k, v in results.items() if isinstance(v, int | float)}
+        flat |= {f"validation/position_{i}": v for i, v in enumerate(results.get("by_position", []))}
+        self._scalars({"loss/val": results["loss"]} | flat, step)
+        self.say(f"validation at step {step}: {results['bits_per_byte']:.4f} bits per byte, loss {results['loss']:.4f}")
+
+    def say(self, line: str) -> None:
+        """One line on the console of rank 0."""
+        if self.writes:
+            print(line, file=self.console, flush=True)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        for file in self._files.values():
+            file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        self._files[name].write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
+
+    def _scalars(self, values: dict[str, float], step: int) -> None:
+        if self._board is not None:
+            for tag, value in values.items():
+                self._board.add_scalar(tag, value, step)
+
+
+def step_scalars(report: StepReport) -> dict[str, float]:
+    """TensorBoard tag -> value of one step."""
+    named = {
+        "loss/train": report.loss,
+        "optim/lr": report.lr,
+        "optim/grad_norm": report.grad_norm,
+        "perf/tokens_per_s": report.tokens_per_s,
+        "perf/seconds": report.seconds,
+        "perf/tflops": report.tflops,
+        "perf/mfu": report.mfu,
+        "mem/peak_gib": report.peak_gib,
+    }
+    inner = {f"memory/{layer}/{name}": x for layer, values in report.memory.items() for name, x in values.items()}
+    return {tag: value for tag, value in (named | inner).items() if value is not None}
+
+
+def console_line(report: StepReport, steps: int, pace: float) -> str:
+    """step, loss, gradient norm, learning rate, speed and the time that is left at `pace` seconds a step."""
+    left = max(steps - report.step, 0) * pace
+    mfu = f" | MFU {100 * report.mfu:.1f}%" if report.mfu is not None else ""
+    skipped = " | SKIPPED: not a number" if report.skipped else ""
+    return (
+        f"step {report.step:>{len(str(steps))}}/{steps} | loss {report.loss:.4f} | grad norm {report.grad_norm:.3g} | "
+        f"lr {report.lr:.3g} | {_short(report.tokens_per_s)} tokens/s{mfu} | ETA {_clock(left)}{skipped}"
+    )
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Keep the records of `path` up to `step`; a last line that a kill cut short goes too. Whole or not at all."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    part = path.with_suffix(".part")
+    part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(part, path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _open_board(folder: Path, last_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "logging.tensorboard = true: tensorboard isn't installed; pip install tensorboard, or set it to false"
+        ) from None
+    return SummaryWriter(str(folder), purge_step=last_step + 1)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: a number that is none is written as its name."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+def _short(number: float) -> str:
+    return f"{number / 1e6:.2f}M" if number >= 1e6 else f"{number / 1e3:.1f}k" if number >= 1e4 else f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return (
+        f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+        if whole >= 3600
+        else f"{whole // 60}:{whole % 60:02d}"
+    )

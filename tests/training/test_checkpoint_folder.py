@@ -1,0 +1,165 @@
+"""Checkpoints as files: whole or absent, checked, and never running anybody's code."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from miras_megatron.training.checkpoint_folder import (
+    complete_checkpoints,
+    damaged_files,
+    describe,
+    find_checkpoint,
+    keep_newest,
+    latest_checkpoint,
+    new_checkpoint,
+    read_index,
+    read_manifest,
+    read_plain,
+    refuse_damaged,
+    write_manifest,
+)
+
+
+def nothing():
+    pass
+
+
+def save(run_dir, step, content="weights"):
+    with new_checkpoint(run_dir, step, 0, nothing) as folder:
+        (folder / "data").write_text(content)
+        write_manifest(folder, step, {"data": describe(folder / "data")})
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/never",)
+
+
+def test_the_newest_is_found(tmp_path):
+    """`--resume auto` goes on from here."""
+    assert latest_checkpoint(tmp_path) is None
+    for step in (5, 10):
+        save(tmp_path, step)
+    assert latest_checkpoint(tmp_path).name == "step_00000010"
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000010\n"
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path):
+    """A full disk in the middle of a save must not cost the run."""
+    save(tmp_path, 5)
+    with pytest.raises(OSError), new_checkpoint(tmp_path, 10, 0, nothing) as folder:
+        (folder / "data").write_text("half")
+        raise OSError("no space left")
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_00000005"]
+    assert latest_checkpoint(tmp_path).name == "step_00000005"
+    save(tmp_path, 10)
+    assert latest_checkpoint(tmp_path).name == "step_00000010"
+
+
+def test_latest_may_be_lost(tmp_path):
+    """The pointer is a convenience: a kill between the rename and the pointer loses nothing."""
+    for step in (5, 10):
+        save(tmp_path, step)
+    pointer = tmp_path / "checkpoints" / "latest"
+    pointer.write_text("step_00000099\n")
+    assert latest_checkpoint(tmp_path).name == "step_00000010"
+    pointer.unlink()
+    assert latest_checkpoint(tmp_path).name == "step_00000010"
+
+
+def test_a_repeated_step_replaces_its_folder(tmp_path):
+    """A run resumed from an earlier checkpoint reaches the same step again."""
+    save(tmp_path, 5, "old")
+    folder = save(tmp_path, 5, "new")
+    assert (folder / "data").read_text() == "new"
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["latest", "step_00000005"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, 4), (1, 1), (3, 3), (9, 4)])
+def test_the_newest_n_are_kept(tmp_path, keep, left):
+    """Disks fill up; but 0 keeps all."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    keep_newest(tmp_path, keep)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_{s:08d}" for s in range(5 - left, 5)]
+
+
+def test_a_named_checkpoint_that_is_not_there_is_refused_by_name(tmp_path):
+    """Starting anew instead would waste days."""
+    with pytest.raises(ValueError, match=r"checkpoint.resume = .*nowhere: does not exist"):
+        find_checkpoint(tmp_path / "nowhere", "checkpoint.resume")
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        find_checkpoint(tmp_path, "training.init_from")
+    folder = save(tmp_path, 7)
+    assert find_checkpoint(tmp_path, "checkpoint.resume") == find_checkpoint(folder, "checkpoint.resume") == folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "data").write_text("weightz"), "data has changed since it was written"),
+        (lambda f: (f / "data").write_text("wei"), "data has 3 bytes, 7 were written"),
+        (lambda f: (f / "data").unlink(), "data is missing"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name_with_the_way_out(tmp_path, damage, message):
+    """Silently wrong weights are worse than none."""
+    save(tmp_path, 5)
+    folder = save(tmp_path, 10)
+    assert damaged_files(folder) == []
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as e:
+        refuse_damaged(folder, damaged_files(folder))
+    assert "--resume" in str(e.value)
+    assert "step_00000005" in str(e.value)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    """An old reader would misunderstand it."""
+    folder = save(tmp_path, 5)
+    (folder / "manifest.json").write_text('{"format": 99, "step": 5, "files": {}}')
+    with pytest.raises(ValueError, match="checkpoint format 99"):
+        read_manifest(folder)
+    (folder / "manifest.json").write_text('{"format": 1,')
+    with pytest.raises(ValueError, match=r"manifest.json can't be read"):
+        read_manifest(folder)
+
+
+def test_the_index_runs_nobodys_code(tmp_path):
+    """torch reads it by pickle.load: a checkpoint from a stranger could do anything."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match=r"\.metadata can't be read: .*system is not allowed"):
+        read_index(tmp_path)
+
+
+def test_pickled_objects_among_the_tensors_are_refused(tmp_path):
+    """torch loads them with weights_only=False."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"trap": BytesStorageMetadata()})))
+    with pytest.raises(ValueError, match="trap is a pickled object"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_common_state_is_plain_values_with_known_names(tmp_path, monkeypatch, force):
+    """Neither megatron-core's additions to torch's allow-list nor an environment variable opens a door."""
+    import megatron.core  # noqa: F401  adds classes to torch's allow-list
+
+    if force:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = tmp_path / "common.pt"
+    torch.save({"step": 3, "x": torch.ones(2)}, path)
+    assert read_plain(path, ("step", "x"))["step"] == 3
+    with pytest.raises(ValueError, match="unknown entries x; allowed are step"):
+        read_plain(path, ("step",))
+    for trap in (Bomb(), __import__("argparse").Namespace(a=1)):
+        torch.save({"step": trap}, path)
+        with pytest.raises(ValueError, match="can't be read as tensors and plain values"):
+            read_plain(path, ("step",))
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(ValueError, match="can't be read"):
+        read_plain(path, ("step",))
+    assert torch.serialization.get_safe_globals()
