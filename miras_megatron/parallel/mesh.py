@@ -1,0 +1,205 @@
+"""ParallelMesh: the process groups of a run, built once, and this rank's place among them.
+
+The sole caller of megatron's parallel_state. World size 1 takes the same path, alone with itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import time
+from typing import Any, Literal
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from miras_megatron.compat.cpu import core_without_cuda
+from miras_megatron.config.schema import Parallel
+
+from .rendezvous import RankInfo
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ParallelMesh:
+    """Process groups, coordinates and device of one rank.
+
+    groups       megatron's ProcessGroupCollection: groups.tp, .pp, .cp, .dp, .dp_cp, ...
+    tensor, pipeline, context, data          sizes of the axes
+    tensor_rank, pipeline_rank, ...          this rank's place on them
+    device, rank, world_size, info
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel | None = None,
+        info: RankInfo | None = None,
+        *,
+        device: Device = "auto",
+        timeout: float = 600.0,
+    ) -> None:
+        """Join the other ranks and build the groups for `parallel`.
+
+        timeout   seconds that any wait for another rank may take, here and in every collective
+
+        Goes on from a process group that exists already, and then leaves it alive in `destroy`.
+        Raises ValueError where the ranks do not fit `parallel` or the machine, TimeoutError that names
+        the ranks that did not come.
+        """
+        parallel, self.info = parallel or Parallel(), info or RankInfo()
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self.device = _pick_device(device, self.info)
+        self._owns_world = not dist.is_initialized()
+        if self._owns_world:
+            _start_world(self.info, self.device, self._timeout)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        try:
+            _check_sizes(parallel, self.world_size)
+            self._build_groups(parallel)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def _build_groups(self, parallel: Parallel) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        minutes = max(1, round(self._timeout.total_seconds() / 60))
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
+            distributed_timeout_minutes=minutes,
+            create_gloo_process_groups=self.device.type == "cuda",
+        )
+        self.groups: Any = ProcessGroupCollection.use_mpu_process_groups()
+        self.tensor, self.tensor_rank = self.groups.tp.size(), self.groups.tp.rank()
+        self.pipeline, self.pipeline_rank = self.groups.pp.size(), self.groups.pp.rank()
+        self.context, self.context_rank = self.groups.cp.size(), self.groups.cp.rank()
+        self.data, self.data_rank = self.groups.dp.size(), self.groups.dp.rank()
+
+    # -- where am I --------------------------------------------------------------------------------
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for all: logs, writes summaries."""
+        return self.rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return bool(self.pipeline_rank == 0)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer and the loss."""
+        return bool(self.pipeline_rank == self.pipeline - 1)
+
+    @property
+    def coordinates(self) -> str:
+        """Where this rank is, for messages: "dp0 pp1 cp3 tp0"."""
+        return f"dp{self.data_rank} pp{self.pipeline_rank} cp{self.context_rank} tp{self.tensor_rank}"
+
+    # -- together ----------------------------------------------------------------------------------
+    def barrier(self, what: str) -> None:
+        """Wait until every rank has come here. `what` names the place in the message of the TimeoutError."""
+        work = dist.barrier(async_op=True)
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            seconds = self._timeout.total_seconds()
+            raise TimeoutError(
+                f"rank {self.rank} ({self.coordinates}) waited {seconds:.0f} s for all ranks at: {what}"
+            ) from error
+
+    def seed(self, seed: int) -> None:
+        """Seed every generator of this rank: python, numpy, torch, and core's tracker of named random states.
+
+        Ranks of one model replica draw alike outside tensor-parallel regions. On a CPU call it inside
+        `core_without_cuda`: there the tracker lives as long as the scope.
+        """
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        with core_without_cuda():
+            model_parallel_cuda_manual_seed(seed)
+
+    def destroy(self) -> None:
+        """Take the groups down, and the process group too where this mesh made it. Safe to call twice."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> ParallelMesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.destroy()
+
+
+def _pick_device(device: Device, info: RankInfo) -> torch.device:
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if info.local_rank >= count:
+        raise ValueError(
+            f"local rank {info.local_rank} of {info.local_size} has no GPU: this machine shows {count}; "
+            f"start at most {count} processes here"
+        )
+    torch.cuda.set_device(info.local_rank)
+    return torch.device("cuda", info.local_rank)
+
+
+def _check_sizes(parallel: Parallel, world_size: int) -> None:
+    if world_size % parallel.model_ranks:
+        raise ValueError(
+            f"parallel.tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x {parallel.context} = "
+            f"{parallel.model_ranks}: must divide the number of ranks, {world_size}; start a multiple of {parallel.model_ranks} ranks"
+        )
+
+
+def _start_world(info: RankInfo, device: torch.device, timeout: datetime.timedelta) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = _meet(info, timeout) if info.world_size > 1 else dist.HashStore()
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("world", store), rank=info.rank, world_size=info.world_size, timeout=timeout
+    )
+
+
+def _meet(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+    """Connect to the store of the run and wait there for everybody, so that who is missing can be named."""
+    serves = info.rank == 0 and not info.agent_keeps_store
+    try:
+        tcp = dist.TCPStore(info.host, info.port, is_master=serves, timeout=timeout, wait_for_workers=False)
+    except (RuntimeError, dist.DistNetworkError) as error:
+        who = "serve" if serves else "reach"
+        raise TimeoutError(
+            f"rank {info.rank} could not {who} the meeting place {info.host}:{info.port} ({info.launcher}) "
+            f"within {timeout.total_seconds():.0f} s: is rank 0 running, and is the port free and open?"
+        ) from error
+    store = dist.PrefixStore(f"miras/attempt_{info.attempt}", tcp)
+    store.set(f"here_{info.rank}", "")
+    _wait_for_all(store, info, timeout)
+    return store
+
+
+def _wait_for_all(store: dist.Store, info: RankInfo, timeout: datetime.timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = [rank for rank in range(info.world_size) if rank != info.rank]
+    while missing:
+        missing = [rank for rank in missing if not store.check([f"here_{rank}"])]
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank {info.rank} waited {timeout.total_seconds():.0f} s at {info.host}:{info.port}; "
+                f"{len(missing)} of {info.world_size} ranks did not come: {_shorten(missing)}"
+            )
+        time.sleep(0.02 if missing else 0)
+
+
+def _shorten(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

@@ -1,0 +1,159 @@
+"""Run a test's function on n gloo ranks of this CPU, with a deadline.
+
+    def case(x):                      # runs on every rank; torch.distributed is there already
+        return dist.get_rank() + x
+
+    assert run_world(2, case, 5) == [5, 6]
+
+The function must be at the top level of its file; arguments and results must be picklable. Ranks are kept
+between calls, since importing torch and megatron-core costs seconds; a rank that fails, or a deadline
+missed, ends all ranks of that world, and the next call starts new ones. Nobody outlives the test session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+START_DEADLINE = 120.0
+"""seconds for the imports of all ranks, on a busy machine"""
+
+
+def run_world(size: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Any]:
+    """The results of `function(*args)` on ranks 0..size-1, in that order.
+
+    Raises RuntimeError with the traceback of every rank that failed, TimeoutError that names the ranks
+    still running after `deadline` seconds.
+    """
+    world = _WORLDS.get(size)
+    if world is None:
+        world = _WORLDS[size] = World(size)
+    try:
+        return world.run(function, args, deadline)
+    except BaseException:
+        _WORLDS.pop(size).close()
+        raise
+
+
+class World:
+    """`size` processes with a gloo group, waiting for functions."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory(prefix="world")
+        self.ranks: list[Any] = []
+        self.pipes: list[Connection] = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, size, self.folder.name, sys.path), daemon=False)
+            process.start()
+            there.close()
+            self.ranks.append(process)
+            self.pipes.append(here)
+        self._gather(START_DEADLINE, "start")
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], deadline: float) -> list[Any]:
+        """See run_world."""
+        path = Path(sys.modules[function.__module__].__file__ or "").resolve()
+        for pipe in self.pipes:
+            pipe.send((str(path), function.__qualname__, args))
+        return self._gather(deadline, function.__qualname__)
+
+    def _gather(self, deadline: float, what: str) -> list[Any]:
+        end, answers = time.monotonic() + deadline, dict[int, tuple[bool, Any]]()
+        while len(answers) < len(self.pipes):
+            open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            failed = any(not good for good, _ in answers.values())
+            # After a failure the others get a moment: their own tracebacks may be the cause.
+            ready = wait(open_pipes, timeout=max(0.0, min(end - time.monotonic(), 2.0 if failed else deadline)))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, f"died with exit code {self._exit_code(rank)}")
+        bad = [f"rank {rank}: {answer}" for rank, (good, answer) in sorted(answers.items()) if not good]
+        if bad:
+            raise RuntimeError(f"{what} failed on {len(bad)} of {len(self.pipes)} ranks\n" + "\n".join(bad))
+        late = [str(rank) for rank in range(len(self.pipes)) if rank not in answers]
+        if late:
+            raise TimeoutError(f"{what}: ranks {', '.join(late)} were still running after {deadline:.0f} s")
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def _exit_code(self, rank: int) -> int | None:
+        self.ranks[rank].join(5)
+        return self.ranks[rank].exitcode
+
+    def close(self) -> None:
+        """End every rank: kindly if it waits for work, else by force."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.ranks:
+            process.join(3)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
+
+
+_WORLDS: dict[int, World] = {}
+
+
+@atexit.register
+def close_worlds() -> None:
+    """End all ranks of all worlds."""
+    while _WORLDS:
+        _WORLDS.popitem()[1].close()
+
+
+def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str]) -> None:
+    """A rank's life: join the group, then answer calls until the pipe closes."""
+    sys.path[:] = path
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=40))
+    pipe.send((True, None))
+    while True:
+        try:
+            file, name, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, _load(file, name)(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def _load(file: str, name: str) -> Callable[..., Any]:
+    """The function `name` of the test file `file`, which no import path leads to."""
+    module_name = "world_" + "_".join(Path(file).with_suffix("").parts[-3:])
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part)
+    return function  # type: ignore[no-any-return]
