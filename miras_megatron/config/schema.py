@@ -44,7 +44,7 @@ class Model:
     """The network around the memory."""
 
     block: Literal["lmm", "mac", "mag", "mal", "attention"] | None = None
-    """shorthand for a uniform pattern: lmm = m, mac = c, mag = g, mal = mw, attention = a; give this or model.pattern"""
+    """a uniform pattern by name: lmm = m, mac = c, mag = g, mal = mw, attention = a; give this or model.pattern"""
     pattern: str | None = None
     """one letter a layer, repeated to fill model.layers: m LMM, c MAC, g MAG, w window attention, a full attention"""
     layers: int = 2
@@ -137,7 +137,7 @@ class Memory:
     horizon_spread: float = 1.0
     """horizons run geometrically over heads from horizon / spread to horizon x spread; 1 = all the same"""
     lr_max: float | None = None
-    """largest inner learning rate; null = the stability bound of sizes.stable_lr"""
+    """largest inner learning rate; null = the stability bound (config.stability)"""
     lr_init: float = 0.1
     """inner learning rate at the start, as a fraction of lr_max, in (0, 1)"""
     momentum_init: float = 0.1
@@ -206,7 +206,7 @@ class Data:
     sequence_length: int = 256
     """tokens of a training row"""
     packing: Literal["reset", "plain", "ordered"] = "reset"
-    """reset: rows of shuffled documents, memory starts anew at each; plain: no restart; ordered: long documents in order"""
+    """reset: shuffled documents, memory starts anew at each; plain: no restart; ordered: long documents in order"""
     tokenizer: str = "bytes"
     """path of a tokenizer.json, or `bytes` for one token a byte"""
     seed: int = 1234
@@ -300,7 +300,7 @@ class Optimizer:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """after warm-up: cosine to min_lr; level then linear to min_lr (wsd); level"""
     decay_steps: int | None = None
-    """cosine: the step at which min_lr is reached, null = training.steps; wsd: the last steps that fall, null = a tenth"""
+    """cosine: the step that reaches min_lr, null = training.steps; wsd: the last steps that fall, null = a tenth"""
     beta1: float = 0.9
     """decay of the first moment"""
     beta2: float = 0.95

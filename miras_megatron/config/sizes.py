@@ -1,0 +1,243 @@
+"""Sizes of a run in closed form, without torch: parameters, state, memory per rank, operations.
+
+They follow the parameterisation of `miras_megatron.layers` and `miras_megatron.model`; a test compares
+the parameter count with the built model's for every block and option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .rule_table import RuleFacts, facts_of
+from .schema import MEMORY_LETTERS, Run
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What --dry-run prints."""
+
+    parameters: int
+    """of the whole model, the padded embedding included"""
+    embedding_parameters: int
+    """of these, in embedding and output layer"""
+    state_bytes: int
+    """to go on with one sequence, whatever its length; full attention's growing cache is not in it"""
+    weights_bytes: int
+    """a rank: weights, gradients, optimizer"""
+    saved_state_bytes: int
+    """a rank: memory states kept for the backward of one microbatch"""
+    logits_bytes: int
+    """a rank: logits of one microbatch and their gradient"""
+    tokens_per_step: int
+    flops_per_token: float
+    """forward and backward, counted matrix products, a multiply-add as 2"""
+
+    @property
+    def rank_bytes(self) -> int:
+        """What a rank surely needs; activations of the layers come on top."""
+        return self.weights_bytes + self.saved_state_bytes + self.logits_bytes
+
+
+def sizes_of(run: Run, vocab_size: int | None = None, world_size: int = 1) -> Sizes:
+    """The sizes of `run` with a tokenizer of `vocab_size` tokens."""
+    layers, embedding = layer_parameters(run), embedding_parameters(run, vocab_size)
+    total = layers + embedding + run.model.hidden
+    tensor, pipeline = run.parallel.tensor, run.parallel.pipeline
+    per_weight = 18 if run.training.precision == "bf16" else 16
+    return Sizes(
+        parameters=total,
+        embedding_parameters=embedding,
+        state_bytes=state_bytes(run),
+        weights_bytes=(layers // pipeline + embedding) // tensor * per_weight,
+        saved_state_bytes=_saved_state_bytes(run) // (tensor * pipeline),
+        logits_bytes=2 * FLOAT32 * _micro_tokens(run) * run.model.padded_vocab(vocab_size) // tensor,
+        tokens_per_step=run.tokens_per_step,
+        flops_per_token=train_flops_per_token(run, vocab_size),
+    )
+
+
+# -- parameters --------------------------------------------------------------------------------------
+def embedding_parameters(run: Run, vocab_size: int | None = None) -> int:
+    """Embedding, and the output layer where it is not tied."""
+    return (1 if run.model.tie_embeddings else 2) * run.model.padded_vocab(vocab_size) * run.model.hidden
+
+
+def layer_parameters(run: Run) -> int:
+    """All layers: mixer, MLP, two norms each."""
+    model = run.model
+    around = 3 * model.hidden * model.ffn_width + 2 * model.hidden
+    return sum(MIXERS[letter](run) + around for letter in model.letters)
+
+
+def _persistent(run: Run) -> int:
+    return run.model.persistent_tokens * run.model.hidden
+
+
+def memory_only(run: Run) -> int:
+    """LMM: memory, norm, output gate, output projection."""
+    hidden = run.model.hidden
+    return memory_core(run) + hidden + 2 * hidden**2 + (_persistent(run) if run.model.write_persistent else 0)
+
+
+def attention_only(run: Run) -> int:
+    """Full attention: q, k, v and output."""
+    return 4 * run.model.hidden**2
+
+
+def window_only(run: Run) -> int:
+    """Sliding window: attention and persistent rows."""
+    return attention_only(run) + _persistent(run)
+
+
+def memory_as_gate(run: Run) -> int:
+    """MAG: memory, attention with its output projection, persistent rows, two norms."""
+    return memory_core(run) + window_only(run) + 2 * run.model.hidden
+
+
+def memory_as_context(run: Run) -> int:
+    """MAC: as MAG, and the learned memory queries where there are any."""
+    return memory_as_gate(run) + run.model.memory_tokens * run.model.hidden
+
+
+MIXERS: dict[str, Callable[[Run], int]] = {
+    "m": memory_only,
+    "c": memory_as_context,
+    "g": memory_as_gate,
+    "w": window_only,
+    "a": attention_only,
+}
+
+
+def memory_core(run: Run) -> int:
+    """Projections to q, k, v, convolutions, gates, and the slow parameters of the memory."""
+    model, facts = run.model, facts_of(run.memory)
+    paths = 3 * model.hidden**2 + 3 * model.conv * model.hidden
+    return paths + _gate_parameters(run, facts) + model.heads * _slow_parameters(facts, model.head_dim)
+
+
+def _slow_parameters(facts: RuleFacts, head_dim: int) -> int:
+    """Of one head: W_0 of every matrix, LN, Memora's scales, coefficients of polynomial features."""
+    matrices = sum(out * width for out, width in facts.shapes(head_dim))
+    norm = 2 * head_dim if facts.layer_norm else 0
+    scales = facts.depth if facts.retention == "kl" else 0
+    return matrices + norm + scales + (facts.degree + 1 if facts.degree > 1 else 0)
+
+
+def gate_widths(run: Run, facts: RuleFacts) -> dict[str, list[int]]:
+    """Gate name -> values a head and token of each of its slots (one slot a matrix, or one for all)."""
+    takes = {
+        "log_keep": facts.keep and not facts.fixed_keep,
+        "momentum": facts.momentum,
+        "lr": facts.write_rate == "input",
+        "lr_prev": facts.two_rates,
+    }
+    layered = _layer_widths(run, facts)
+    slots = {name: layered for name, used in takes.items() if used}
+    if facts.takes_delta:
+        slots["delta"] = [run.model.head_dim if run.memory.gates == "channel" else 1]
+    if facts.window > 1 and not facts.two_rates:
+        slots["window"] = [facts.window]
+    return slots
+
+
+def _layer_widths(run: Run, facts: RuleFacts) -> list[int]:
+    """Width of a layered gate on each matrix: channels act on the last one's rows, the first one's columns."""
+    width = run.model.head_dim if run.memory.gates == "channel" else 1
+    first = width if facts.degree == 1 or (facts.depth == 1 and facts.gate_side == "rows") else 1
+    widths = [first if i == 0 else width if i == facts.depth - 1 else 1 for i in range(facts.depth)]
+    return widths if run.memory.gates_per_layer or len(set(widths)) > 1 else widths[:1]
+
+
+def _gate_parameters(run: Run, facts: RuleFacts) -> int:
+    model, memory = run.model, run.memory
+    slots = gate_widths(run, facts)
+    bias = model.heads * sum(sum(widths) for widths in slots.values())
+    projections = 0
+    for name, widths in slots.items():
+        if name == "delta" and memory.delta == "constant":
+            continue
+        out = model.heads * sum(widths)
+        low_rank = memory.gates == "channel"
+        projections += model.hidden * memory.gate_rank + memory.gate_rank * out if low_rank else model.hidden * out
+    return bias + projections
+
+
+# -- state -------------------------------------------------------------------------------------------
+def memory_state_numbers(run: Run) -> int:
+    """float32 numbers of a layer's memory state, all heads: weights, momentum, anchor, the tail of a windowed rule."""
+    facts, model = facts_of(run.memory), run.model
+    shapes = facts.shapes(model.head_dim)
+    copies = 1 + int(facts.momentum) + int(not facts.exact)
+    tail = (facts.window - 1) * (shapes[0][1] + model.head_dim * (1 + int(facts.takes_delta)))
+    return model.heads * (copies * sum(out * width for out, width in shapes) + tail)
+
+
+def state_bytes(run: Run) -> int:
+    """Of one sequence: memory states, convolution tails, attention windows, MAC's open segment (at most)."""
+    model = run.model
+    wide = 2 if run.training.precision == "bf16" else FLOAT32
+    tails = max(model.conv - 1, 0) * 3 * model.hidden * wide
+    window = (model.window - 1) * 2 * model.hidden * wide
+    segment = 3 * model.segment * model.hidden * wide
+    total = 0
+    for letter in model.letters:
+        total += memory_state_numbers(run) * FLOAT32 + tails if letter in MEMORY_LETTERS else 0
+        total += window if letter in "gw" else 0
+        total += segment if letter == "c" else 0
+    return total
+
+
+def _micro_tokens(run: Run) -> int:
+    return run.training.micro_batch * run.data.sequence_length
+
+
+def _saved_state_bytes(run: Run) -> int:
+    """States kept every checkpoint_every chunks for the backward; with recompute only one layer's at a time."""
+    memory = run.memory
+    spans = -(-run.data.sequence_length // (memory.chunk_size * memory.checkpoint_every))
+    layers = sum(letter in MEMORY_LETTERS for letter in run.model.letters)
+    kept = min(layers, 1) if run.training.recompute else layers
+    return kept * spans * run.training.micro_batch * memory_state_numbers(run) * FLOAT32
+
+
+# -- operations --------------------------------------------------------------------------------------
+def train_flops_per_token(run: Run, vocab_size: int | None = None) -> float:
+    """Forward and backward (twice the forward), without what is computed again."""
+    model = run.model
+    forward = 2.0 * model.hidden * model.padded_vocab(vocab_size)
+    for letter in model.letters:
+        forward += 6 * model.hidden * model.ffn_width + _mixer_flops(run, letter)
+    return 3 * forward
+
+
+def _mixer_flops(run: Run, letter: str) -> float:
+    model = run.model
+    seen = {
+        "a": run.data.sequence_length / 2,
+        "w": min(model.window, run.data.sequence_length) + model.persistent_tokens,
+        "c": model.segment / 2 + (model.memory_tokens or model.segment / 2) + model.persistent_tokens,
+    }
+    seen["g"] = seen["w"]
+    attention = 8 * model.hidden**2 + 4 * model.hidden * seen[letter] if letter in seen else 0.0
+    if letter not in MEMORY_LETTERS:
+        return attention
+    projections = 6 * model.hidden**2 + (4 * model.hidden**2 if letter == "m" else 0)
+    return attention + projections + memory_flops_per_token(run) * (1.5 if letter == "c" else 1.0)
+
+
+def memory_flops_per_token(run: Run) -> float:
+    """One memory layer's scan, all heads, forward: read, prediction, gradient, write, and the products inside a chunk.
+
+    For each matrix [out, in]: read and predict with the anchor (4 out in), write into the state
+    (2 out in), send the error back through all but the first (2 out in); inside a chunk of C tokens a
+    read meets the earlier writes as keys meet values, (out + in) C on average over the triangle.
+    """
+    facts, model = facts_of(run.memory), run.model
+    inside = min(run.memory.chunk_size, run.data.sequence_length)
+    total = 0.0
+    for i, (out, width) in enumerate(facts.shapes(model.head_dim)):
+        total += (6 if i == 0 else 8) * out * width + inside * (out + width)
+    return model.heads * total
