@@ -1,0 +1,1 @@
+"""The language model: memory blocks in megatron-core's transformer."""
