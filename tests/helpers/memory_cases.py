@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from helpers.numerics import assert_close
 from torch import Tensor
 
-from helpers.numerics import assert_close
 from miras_megatron.memory import MemoryInputs, MemoryState, Rule
 
 Scan = Callable[..., tuple[Tensor, MemoryState]]
@@ -144,7 +144,7 @@ def stable_rate(rule: Rule, chunk_size: int, head_dim: int) -> float:
 
 
 def _perturbed_state(rule: Rule, state: MemoryState, random: torch.Generator) -> MemoryState:
-    """Leaves near the rule's first state: other weights, a running momentum, a tail with an unequal count of real rows."""
+    """Leaves near the rule's first state: other weights, a running momentum, a tail with unequal counts of real rows."""
 
     def small(x: Tensor) -> Tensor:
         return (0.05 * torch.randn(x.shape, generator=random, dtype=x.dtype)).requires_grad_()
@@ -190,7 +190,9 @@ def gradients(results: dict[str, Tensor], leaves: dict[str, Tensor], seed: int =
         if results[name].requires_grad:
             loss = loss + (weight * results[name]).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return {f"grad.{n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)}
+    return {
+        f"grad.{n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)
+    }
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 1e-9, floor: float = 1e-6) -> None:

@@ -1,4 +1,4 @@
-"""The rules that memory tests run over: every named one, every option of `Rule` at least once, random legal mixtures."""
+"""The rules that memory tests run over: every named one, every option of `Rule` at least once, random mixtures."""
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def _legal_choices(draw: random.Random) -> dict[str, Any]:
         "residual": draw.random() < 0.5,
         "layer_norm": draw.random() < 0.5,
         "degree": draw.choice([1, 1, 1, 2]),
-        "objective": draw.choice(
-            ["dot", "l2", "lp", "huber_coordinate", "huber_norm", "huber_mixed", "value_shift"]
-        ),
+        "objective": draw.choice(["dot", "l2", "lp", "huber_coordinate", "huber_norm", "huber_mixed", "value_shift"]),
         "p": draw.choice([1.0, 1.5, 2.0, 3.0]),
         "retention": retention,
         "keep": retention in ("decay", "lq", "kl") and draw.random() < 0.8,

@@ -16,14 +16,18 @@ def assert_close(name: str, got: Tensor, want: Tensor, rtol: float, floor: float
     if want.numel() == 0:
         return
     got, want = got.detach().cpu(), want.detach().cpu()
-    assert bool(torch.isfinite(want).all()), f"{name}: what it is compared with isn't finite at {_where(~torch.isfinite(want))}"
-    assert bool(torch.isfinite(got).all()), f"{name}: {got[_where(~torch.isfinite(got))]} at {_where(~torch.isfinite(got))}"
+    assert bool(torch.isfinite(want).all()), (
+        f"{name}: what it is compared with isn't finite at {_where(~torch.isfinite(want))}"
+    )
+    assert bool(torch.isfinite(got).all()), (
+        f"{name}: {got[_where(~torch.isfinite(got))]} at {_where(~torch.isfinite(got))}"
+    )
     error = (got.double() - want.double()).abs()
     scale = max(float(want.double().abs().max()), floor)
-    worst = _where(error == error.max())
-    assert float(error.max()) <= rtol * scale, (
-        f"{name}: off by {float(error.max()):.3g} at {worst}: got {float(got[worst]):.9g}, wanted {float(want[worst]):.9g}; "
-        f"allowed {rtol:g} of {scale:.3g} ({int((error > rtol * scale).sum())} of {error.numel()} entries are off)"
+    worst, wrong = _where(error == error.max()), int((error > rtol * scale).sum())
+    assert wrong == 0, (
+        f"{name}: off by {float(error.max()):.3g} at {worst}: got {float(got[worst]):.9g}, wanted "
+        f"{float(want[worst]):.9g}; allowed {rtol:g} of {scale:.3g} ({wrong} of {error.numel()} entries are off)"
     )
 
 

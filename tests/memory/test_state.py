@@ -1,0 +1,97 @@
+"""States: if these failed, a stream could not be stopped, saved and gone on with, or a batch not be rearranged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.memory_cases import make_case
+from helpers.numerics import assert_close
+from torch.utils import _pytree as pytree
+
+from miras_megatron.memory import MemoryState, make_rule
+from miras_megatron.memory.oracle import scan_memory
+from miras_megatron.memory.state import join_rows
+
+RULES = {
+    "titans": make_rule("titans"),
+    "memora": make_rule("memora"),
+    "deltanet": make_rule("deltanet"),
+    "yaad_window": make_rule("yaad", window=3),
+    "ftrl": make_rule("yaad", retention="elastic_net", elastic_form="ftrl", keep=False),
+}
+
+
+def _state_inside_a_chunk(name: str) -> MemoryState:
+    case = make_case(RULES[name], length=7, chunk_size=4, batch=3)
+    return scan_memory(case.rule, case.params, case.inputs, case.state, 4)[1]
+
+
+def _assert_equal(got: MemoryState, want: MemoryState) -> None:
+    assert got.tensors().keys() == want.tensors().keys()
+    for name, x in want.tensors().items():
+        assert got.tensors()[name].dtype == x.dtype
+        assert torch.equal(got.tensors()[name], x), name
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_saved_state_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """A session saved inside a chunk must go on as if it had never stopped."""
+    state = _state_inside_a_chunk(name)
+    state.save(tmp_path / "state.pt")
+    _assert_equal(MemoryState.load(tmp_path / "state.pt"), state.detach())
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    """Otherwise a checkpoint of something else would fail deep inside a scan."""
+    torch.save({"format": 99, "tensors": {}}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="other.pt"):
+        MemoryState.load(tmp_path / "other.pt")
+    torch.save(torch.zeros(2), tmp_path / "tensor.pt")
+    with pytest.raises(ValueError, match="tensor.pt"):
+        MemoryState.load(tmp_path / "tensor.pt")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_state_is_a_pytree(name: str) -> None:
+    """Pipelines, checkpointing and export flatten states with torch's pytree."""
+    state = _state_inside_a_chunk(name)
+    leaves, spec = pytree.tree_flatten(state)
+    _assert_equal(pytree.tree_unflatten(leaves, spec), state)
+    assert sum(isinstance(x, torch.Tensor) for x in leaves) == len(state.tensors())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_may_be_taken_apart_and_joined(name: str) -> None:
+    """Batches are regrouped by phase and document; a mixed-up row would leak one text into another."""
+    state = _state_inside_a_chunk(name)
+    rows = [state.rows(torch.tensor([b])) for b in range(3)]
+    _assert_equal(join_rows(rows), state)
+    _assert_equal(join_rows([rows[2], rows[0]]), state.rows(torch.tensor([2, 0])))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_flat_tensors_rebuild_the_state(name: str) -> None:
+    """Exchange between ranks sends the flat form."""
+    state = _state_inside_a_chunk(name)
+    _assert_equal(MemoryState.from_tensors(state.tensors()), state)
+
+
+def test_detaching_cuts_the_graph_and_nothing_else() -> None:
+    """Streaming on a detached state must not keep the whole past in memory."""
+    state = _state_inside_a_chunk("titans")
+    assert state.weights[0].requires_grad
+    cut = state.detach()
+    assert not any(x.requires_grad for x in cut.tensors().values())
+    _assert_equal(cut, state)
+
+
+def test_mapping_reaches_every_tensor_and_only_tensors() -> None:
+    """A rule without a window has no `seen`; moving its state to a device must not trip over that."""
+    state = _state_inside_a_chunk("titans").detach()
+    doubled = state.map(lambda x: x * 2)
+    assert doubled.seen is None
+    for name, x in state.tensors().items():
+        assert_close(name, doubled.tensors()[name].double(), 2.0 * x.double(), rtol=0)
