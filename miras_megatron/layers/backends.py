@@ -1,0 +1,28 @@
+"""Which function walks a memory: the reference in plain torch, or a fused one with the same signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..memory import Rule, scan_memory
+
+Scan = Callable[..., tuple]
+"""scan(rule, params, inputs, state, *, chunk_size, cu_seqlens, checkpoint_every) -> (reads, state)"""
+
+BACKENDS: dict[tuple[str, str], Scan] = {}
+"""(rule name, backend) -> scan; a fused kernel is one line here. The reference serves every rule."""
+
+
+def pick_scan(rule: Rule, prefer: str = "reference", device: torch.device | str = "cpu") -> Scan:
+    """The scan for `rule` on `device`: the preferred backend's where it has one, else the reference.
+
+    Raises ValueError for an unknown backend.
+    """
+    known = {"reference"} | {backend for _, backend in BACKENDS}
+    if prefer not in known:
+        raise ValueError(f"backend = {prefer!r}: unknown; the backends are {', '.join(sorted(known))}")
+    if torch.device(device).type == "cpu":
+        return scan_memory
+    return BACKENDS.get((rule.name, prefer), scan_memory)

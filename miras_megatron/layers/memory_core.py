@@ -1,0 +1,100 @@
+"""What every memory layer owns: the paths into a memory, its gates and its slow parameters (rules 12.1).
+
+    x -> linear -> depthwise causal convolution -> SiLU -> l2 norm on q and k -> memory -> reads
+
+The query path and the write path are separate, since memory as context (MAC) asks with one stream and
+writes another. What becomes of the reads is the blocks' business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import MemoryInputs, MemoryState, read_memory
+from .backends import pick_scan
+from .block_spec import BlockSpec
+from .carry import CuSeqlens, LocalCarry, StateCarry
+from .documents import Documents, last_rows
+from .gates import MemoryGates
+from .head_norm import unit
+from .linear import LinearFactory, own_heads
+from .short_conv import ShortConv
+
+Tree = dict[str, Any]
+
+
+class MemoryCore(nn.Module):
+    """The memory of N heads of width D on this rank, with the paths that lead into it."""
+
+    def __init__(self, spec: BlockSpec, factory: LinearFactory, generator: torch.Generator):
+        super().__init__()
+        self.spec = spec
+        self.carry: StateCarry = LocalCarry()
+        self.scan_function = pick_scan(spec.rule)
+        self.heads, self.width = spec.heads // factory.shards, spec.head_dim
+        self.query = factory.make(spec.hidden, spec.hidden, split="column", std=spec.init_std)
+        self.key_value = factory.make(spec.hidden, 2 * spec.hidden, split="column", std=spec.init_std)
+        self.query_conv = ShortConv(spec.hidden, spec.conv, factory, generator)
+        self.key_value_conv = ShortConv(2 * spec.hidden, spec.conv, factory, generator)
+        self.gates = MemoryGates(spec, factory)
+        full = spec.rule.init_params(spec.heads, spec.head_dim, generator=generator, dtype=torch.float64)
+        fixed = spec.rule.fixed_params
+        self.weights = nn.ParameterDict({n: own_heads(x.float(), factory) for n, x in full.items() if n not in fixed})
+        # plain tensors, not buffers: a module cast to bf16 must not round them
+        self.fixed = {name: own_heads(full[name], factory).detach() for name in fixed}
+
+    def params(self) -> dict[str, Tensor]:
+        """The slow parameters, as `scan_memory` takes them."""
+        device = next(iter(self.weights.values())).device
+        return dict(self.weights.items()) | {name: x.to(device) for name, x in self.fixed.items()}
+
+    def start(self, batch: int) -> MemoryState:
+        """The memory before the first token."""
+        return self.spec.rule.init_state(self.params(), batch)
+
+    # -- paths ---------------------------------------------------------------------------------------
+    def ask(self, x: Tensor, previous: Tensor | None, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, N, D] of x [B, T, d], and the convolution's tail; `previous` is the tail so far."""
+        rows, tail = self._convolve(self.query_conv, self.query(x), previous, documents)
+        return unit(rows.unflatten(-1, (self.heads, self.width))), tail
+
+    def note(self, x: Tensor, previous: Tensor | None, documents: Documents | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values [B, T, N, D] of x [B, T, d], and the convolution's tail."""
+        rows, tail = self._convolve(self.key_value_conv, self.key_value(x), previous, documents)
+        key, value = rows.unflatten(-1, (self.heads, 2, self.width)).unbind(-2)
+        return unit(key), value, tail
+
+    def _convolve(
+        self, conv: ShortConv, x: Tensor, previous: Tensor | None, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        context = self.carry.left_context(x, conv.context, previous, borders(documents))
+        place = documents.place(x.device) if documents is not None and conv.context else None
+        return conv(x, context, place), last_rows(context, x, documents)
+
+    # -- memory --------------------------------------------------------------------------------------
+    def inputs(self, x: Tensor, state: Tree, documents: Documents | None) -> tuple[MemoryInputs, Tree]:
+        """Everything a scan reads for x [B, T, d], and the tails that go with it."""
+        query, query_tail = self.ask(x, state.get("query"), documents)
+        key, value, key_value_tail = self.note(x, state.get("key_value"), documents)
+        return MemoryInputs(query, key, value, **self.gates(x)), {"query": query_tail, "key_value": key_value_tail}
+
+    def scan(
+        self, inputs: MemoryInputs, state: MemoryState, cu_seqlens: CuSeqlens = None
+    ) -> tuple[Tensor, MemoryState]:
+        """Write and read token by token: reads [B, T, N, D] and the state after the last one."""
+        spec = self.spec
+        return self.scan_function(
+            spec.rule, self.params(), inputs, state, spec.chunk_size, cu_seqlens, spec.checkpoint_every
+        )
+
+    def read(self, state: MemoryState, query: Tensor) -> Tensor:
+        """Reads [B, T, N, D] of the running memory, which stays as it is."""
+        return read_memory(self.spec.rule, self.params(), state, query)
+
+
+def borders(documents: Documents | None) -> CuSeqlens:
+    """cu_seqlens of `documents`."""
+    return None if documents is None else documents.borders

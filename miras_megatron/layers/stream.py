@@ -1,0 +1,72 @@
+"""A memory over a whole stream of layer inputs, and the option that it writes the persistent rows too.
+
+With `write_persistent` the stream is [persistent rows; document] at every document start: the rows go
+through the convolution, shift the chunk grid and are written; their reads are dropped (rules 11.12).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory import MemoryInputs
+from .documents import Documents, join_trees, select_rows
+from .memory_core import MemoryCore, borders
+
+Tree = dict[str, Any]
+
+
+def scan_stream(
+    core: MemoryCore, x: Tensor, state: Tree | None, documents: Documents | None
+) -> tuple[Tensor, Tree, MemoryInputs]:
+    """Reads [B, T, N, D] of x [B, T, d], the state to go on from, and what was scanned."""
+    before = state or {}
+    inputs, tails = core.inputs(x, before, documents)
+    start = before["memory"] if "memory" in before else core.start(x.shape[0])
+    reads, memory = core.carry.run(lambda i, s: core.scan(i, s, borders(documents)), inputs, start)
+    return reads.to(x.dtype), tails | {"memory": memory}, inputs
+
+
+def scan_after_persistent(
+    core: MemoryCore, x: Tensor, persistent: Tensor, state: Tree | None, documents: Documents | None
+) -> tuple[Tensor, Tree]:
+    """As `scan_stream`, with `persistent` [P, d] written at every document start (token 0 too without `state`)."""
+    starts = documents.starts if documents is not None else ((0,),) * x.shape[0]
+    groups: dict[int, list[int]] = defaultdict(list)
+    points = [[s for s in row if s > 0 or state is None] for row in starts]
+    for row, at in enumerate(points):
+        groups[len(at)].append(row)
+    reads, states, order = [], [], []
+    for rows in groups.values():
+        stream, cuts, kept = _insert(x[rows], persistent, [points[r] for r in rows], [starts[r] for r in rows])
+        part = select_rows(state, rows) if state is not None else None
+        read, after, _ = scan_stream(core, stream, part, cuts)
+        reads.append(read.gather(1, kept[..., None, None].expand(-1, -1, *read.shape[2:])))
+        states.append(after)
+        order += rows
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(reads)[back], select_rows(join_trees(states), back)
+
+
+def _insert(
+    x: Tensor, rows: Tensor, points: list[list[int]], starts: list[tuple[int, ...]]
+) -> tuple[Tensor, Documents | None, Tensor]:
+    """x with `rows` before each of its `points`, the new documents, and where x's own tokens are now [B, T]."""
+    count, tokens, total = rows.shape[0], x.shape[1], x.shape[1] + rows.shape[0] * len(points[0])
+    source, kept, cuts = [], [], []
+    for at, begins in zip(points, starts, strict=True):
+        shift = torch.zeros(tokens, dtype=torch.int64)
+        for point in at:
+            shift[point:] += count
+        place = torch.arange(tokens) + shift
+        whole = torch.full((total,), -1).scatter_(0, place, torch.arange(tokens) + count)
+        whole[whole < 0] = torch.arange(count).repeat(len(at))
+        source.append(whole)
+        kept.append(place)
+        cuts.append(torch.tensor([int(place[b]) - (count if b in at else 0) for b in begins] + [total]))
+    stream = torch.cat([rows.expand(len(points), -1, -1).to(x.dtype), x], 1)
+    index = torch.stack(source).to(x.device)[..., None].expand(-1, -1, x.shape[-1])
+    return stream.gather(1, index), Documents.of(cuts, len(points), total), torch.stack(kept).to(x.device)
