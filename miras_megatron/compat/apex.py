@@ -16,7 +16,11 @@ from torch import Tensor
 
 SYMBOLS = {
     "fused_adam": ("apex.optimizers", "FusedAdam", "amp_C"),
-    "fused_rms_norm": ("apex.normalization.fused_layer_norm", "mixed_dtype_fused_rms_norm_affine", "fused_layer_norm_cuda"),
+    "fused_rms_norm": (
+        "apex.normalization.fused_layer_norm",
+        "mixed_dtype_fused_rms_norm_affine",
+        "fused_layer_norm_cuda",
+    ),
 }
 """What we call -> (module, symbol, compiled extension it needs)."""
 
@@ -32,7 +36,13 @@ def find(name: str) -> Callable[..., Any] | None:
 
 
 def adamw(
-    groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, device: torch.device
+    groups: Iterable[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    device: torch.device,
 ) -> torch.optim.Optimizer:
     """AdamW with decoupled weight decay over parameter groups: apex's fused one on CUDA if installed, else torch's."""
     fused = find("fused_adam") if device.type == "cuda" else None

@@ -20,7 +20,7 @@ from miras_megatron.layers import BlockSpec, build_block
 from miras_megatron.layers.carry import CuSeqlens
 from miras_megatron.parallel.tensor import MegatronLinearFactory, mark_splits, sharded_parameters
 
-from .initialise import layer_generator
+from .initialise import MIXER, place_generator
 
 LayerStates = dict[int, Any]
 """Layer number (1 is the first of the whole model) -> the block's state, a pytree with the batch in dim 0."""
@@ -62,12 +62,14 @@ class MixerSlot(MegatronModule):  # type: ignore[misc, unused-ignore]
         super().__init__(config=config)
         self.layer_number, self.letter = layer_number, letter
         self.tp_group = pg_collection.tp
-        factory = MegatronLinearFactory(config, pg_collection, layer_generator(seed, layer_number))
+        factory = MegatronLinearFactory(config, pg_collection, place_generator(seed, MIXER + layer_number))
         self.mixer: nn.Module = build_block(letter, spec, factory, layer_number)
         _keep_gates_wide(self.mixer)
         mark_splits(self.mixer)
 
-    def forward(self, hidden_states: Tensor, packed_seq_params: MixerContext | None = None, **unused: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, packed_seq_params: MixerContext | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
         """[s, b, h] -> ([s, b, h], no bias); [s / tp, b, h] on both sides under sequence parallelism.
 
         `unused` are attention's arguments that a mixer has no use for: masks and rotary tables.

@@ -43,15 +43,14 @@ def build_model(run: Run, mesh: ParallelMesh, vocab_size: int | None = None) -> 
     )
     draw_core_weights(model, run.training.seed, spec.init_std, spec.out_std, mesh.tensor, mesh.tensor_rank)
     mark_decay(model)
-    return model.to(mesh.device)
+    model.to(mesh.device)
+    return model
 
 
 def _stage_letters(letters: str, mesh: ParallelMesh) -> str:
     """The layers of this stage: equal parts, first to last."""
     if len(letters) % mesh.pipeline:
-        raise ValueError(
-            f"model.layers = {len(letters)}: must be a multiple of parallel.pipeline ({mesh.pipeline})"
-        )
+        raise ValueError(f"model.layers = {len(letters)}: must be a multiple of parallel.pipeline ({mesh.pipeline})")
     count = len(letters) // mesh.pipeline
     return letters[mesh.pipeline_rank * count :][:count]
 
@@ -113,8 +112,12 @@ def transformer_config(run: Run, mesh: ParallelMesh) -> Any:
     )
 
 
+PARTS = {"embedding": "embedding", "output_layer": "output", "mlp.": "mlp", "core.weights.": "memory"}
+"""Part of a parameter's name -> the part of the model it belongs to."""
+
+
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """Parameters on this rank by part: embedding, mixers, memory (W_0 and other slow parameters), mlp, norms, output."""
+    """Parameters on this rank by part: embedding, mixers, memory (W_0 and what goes with it), mlp, norms, output."""
     counts: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         counts[_part(name)] += parameter.numel()
@@ -122,7 +125,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def _part(name: str) -> str:
-    for sign, part in (("embedding", "embedding"), ("output_layer", "output"), ("mlp.", "mlp"), ("core.weights.", "memory")):
+    for sign, part in PARTS.items():
         if sign in name:
             return part
     return "mixers" if "self_attention" in name else "norms"

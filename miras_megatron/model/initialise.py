@@ -18,13 +18,13 @@ from miras_megatron.parallel.tensor import own_slice
 STEP = 1_000_003
 """A prime larger than any number of layers, so that no two seeds share a layer's generator."""
 
-EMBEDDING, OUTPUT, MLP = 500_001, 500_002, 600_000
-"""Places of core's weights among the generators of a seed; layers are 1, 2, ..., the two matrices of a layer's MLP
-MLP + 2 layer and one more."""
+EMBEDDING, OUTPUT, MLP, MIXER = 500_001, 500_002, 600_000, 700_000
+"""Places of core's weights among the generators of a seed; what heads own, a block draws
+itself; the projections of mixer i from MIXER + i, the two matrices of its MLP from MLP + 2 i and the next."""
 
 
-def layer_generator(seed: int, place: int) -> torch.Generator:
-    """The generator of layer number `place`, or of one of the places above."""
+def place_generator(seed: int, place: int) -> torch.Generator:
+    """The generator of one of the places above."""
     return torch.Generator().manual_seed(seed * STEP + place)
 
 
@@ -38,7 +38,7 @@ def draw_core_weights(model: nn.Module, seed: int, init_std: float, out_std: flo
         if "self_attention" in name or "norm" in name:
             continue
         std = out_std if "linear_fc2" in name else init_std
-        _draw(parameter, std, layer_generator(seed, _place(name, model)), shards, index)
+        _draw(parameter, std, place_generator(seed, _place(name, model)), shards, index)
 
 
 def _place(name: str, model: nn.Module) -> int:

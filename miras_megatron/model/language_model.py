@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from miras_megatron.layers.carry import CuSeqlens
 from miras_megatron.parallel.cross_entropy import token_losses
-from miras_megatron.parallel.tensor import GatherColumns, without_objects
+from miras_megatron.parallel.tensor import gather_columns, without_objects
 
 from .attention_slot import LayerStates, MixerContext
 
@@ -115,10 +115,7 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
         """[s, b, h] -> logits [b, T, V], gathered over tensor-parallel ranks."""
-        logits = self.logits(hidden)
-        if self.tp_group.size() > 1:
-            logits = GatherColumns.apply(logits, self.tp_group)
-        return logits.transpose(0, 1)
+        return gather_columns(self.logits(hidden), self.tp_group).transpose(0, 1)
 
     def losses(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """[s, b, h] -> cross entropy of every token [b, T]."""

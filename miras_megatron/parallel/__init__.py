@@ -1,1 +1,1 @@
-"""Ranks and what crosses between them. The only folder that talks to torch.distributed and megatron's parallel_state."""
+"""Ranks and what crosses between them: the only folder that talks to torch.distributed and parallel_state."""

@@ -27,11 +27,12 @@ def _wide_losses(logits: Tensor, labels: Tensor, group: Any) -> Tensor:
     """The same in the logits' own dtype, for tests that compare to the last digit."""
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = SumOverRanks.apply((logits - largest[..., None]).exp().sum(-1), group)
+    add: Any = SumOverRanks.apply
+    total = add((logits - largest[..., None]).exp().sum(-1), group)
     local = labels - group.rank() * logits.shape[-1]
     mine = (local >= 0) & (local < logits.shape[-1])
     picked = logits.gather(-1, local.clamp(0, logits.shape[-1] - 1)[..., None])[..., 0]
-    chosen = SumOverRanks.apply(picked * mine, group)
+    chosen = add(picked * mine, group)
     losses: Tensor = total.log() + largest - chosen
     return losses
 
@@ -46,5 +47,5 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

@@ -21,6 +21,9 @@ from .rendezvous import RankInfo
 
 Device = Literal["auto", "cpu", "cuda"]
 
+STORES: Any = dist
+"""torch.distributed, for the stores that its type stubs do not export."""
+
 
 class ParallelMesh:
     """Process groups, coordinates and device of one rank.
@@ -158,36 +161,37 @@ def _check_sizes(parallel: Parallel, world_size: int) -> None:
     if world_size % parallel.model_ranks:
         raise ValueError(
             f"parallel.tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x {parallel.context} = "
-            f"{parallel.model_ranks}: must divide the number of ranks, {world_size}; start a multiple of {parallel.model_ranks} ranks"
+            f"{parallel.model_ranks}: must divide the number of ranks, {world_size}; "
+            f"start a multiple of {parallel.model_ranks} ranks"
         )
 
 
 def _start_world(info: RankInfo, device: torch.device, timeout: datetime.timedelta) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = _meet(info, timeout) if info.world_size > 1 else dist.HashStore()
+    store = _meet(info, timeout) if info.world_size > 1 else STORES.HashStore()
     dist.init_process_group(
-        backend, store=dist.PrefixStore("world", store), rank=info.rank, world_size=info.world_size, timeout=timeout
+        backend, store=STORES.PrefixStore("world", store), rank=info.rank, world_size=info.world_size, timeout=timeout
     )
 
 
-def _meet(info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+def _meet(info: RankInfo, timeout: datetime.timedelta) -> Any:
     """Connect to the store of the run and wait there for everybody, so that who is missing can be named."""
     serves = info.rank == 0 and not info.agent_keeps_store
     try:
-        tcp = dist.TCPStore(info.host, info.port, is_master=serves, timeout=timeout, wait_for_workers=False)
+        tcp = STORES.TCPStore(info.host, info.port, is_master=serves, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, dist.DistNetworkError) as error:
         who = "serve" if serves else "reach"
         raise TimeoutError(
             f"rank {info.rank} could not {who} the meeting place {info.host}:{info.port} ({info.launcher}) "
             f"within {timeout.total_seconds():.0f} s: is rank 0 running, and is the port free and open?"
         ) from error
-    store = dist.PrefixStore(f"miras/attempt_{info.attempt}", tcp)
+    store = STORES.PrefixStore(f"miras/attempt_{info.attempt}", tcp)
     store.set(f"here_{info.rank}", "")
     _wait_for_all(store, info, timeout)
     return store
 
 
-def _wait_for_all(store: dist.Store, info: RankInfo, timeout: datetime.timedelta) -> None:
+def _wait_for_all(store: Any, info: RankInfo, timeout: datetime.timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     missing = [rank for rank in range(info.world_size) if rank != info.rank]
     while missing:

@@ -56,7 +56,9 @@ def _from_torchrun(env: Mapping[str, str]) -> RankInfo:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in env]
     if missing:
-        raise ValueError(f"RANK is set but {', '.join(missing)} is not: start with torchrun, or set all of {', '.join(names)}")
+        raise ValueError(
+            f"RANK is set but {', '.join(missing)} is not: start with torchrun, or set all of {', '.join(names)}"
+        )
     world_size = _number(env, "WORLD_SIZE")
     return _checked(
         RankInfo(

@@ -63,8 +63,7 @@ class MegatronLinearFactory:
 
     def gather(self, x: Tensor) -> Tensor:
         """[..., this rank's columns] -> [..., all columns], rank after rank; backward keeps this rank's part."""
-        gathered: Tensor = GatherColumns.apply(x, self._group) if self.shards > 1 else x
-        return gathered
+        return gather_columns(x, self._group)
 
 
 class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
@@ -72,7 +71,13 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, in_features: int, out_features: int, config: Any, group: Any):
         super().__init__(
-            in_features, out_features, config=config, init_method=nn.init.zeros_, bias=False, gather_output=False, tp_group=group
+            in_features,
+            out_features,
+            config=config,
+            init_method=nn.init.zeros_,
+            bias=False,
+            gather_output=False,
+            tp_group=group,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,11 +116,18 @@ class ReplicatedLinear(nn.Module):
         return linear(x.to(self.weight.dtype), self.weight)
 
 
+def gather_columns(x: Tensor, group: Any) -> Tensor:
+    """[..., this rank's columns] -> [..., all columns], rank after rank; backward keeps this rank's part."""
+    apply: Any = GatherColumns.apply
+    gathered: Tensor = apply(x, group) if group.size() > 1 else x
+    return gathered
+
+
 class GatherColumns(torch.autograd.Function):
     """All ranks' columns, side by side.
 
-        forward    rank i sends x_i to all: [x_0 | x_1 | ..]
-        backward   nobody sends: the gradient is the same on all ranks, rank i keeps columns i
+    forward    rank i sends x_i to all: [x_0 | x_1 | ..]
+    backward   nobody sends: the gradient is the same on all ranks, rank i keeps columns i
     """
 
     @staticmethod
@@ -126,7 +138,7 @@ class GatherColumns(torch.autograd.Function):
         return torch.cat(parts, dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
 
 
@@ -138,7 +150,7 @@ def own_slice(full: Tensor, split_dim: int | None, shards: int, index: int, stri
 
 
 def mark_splits(module: nn.Module) -> None:
-    """Tell megatron-core, in its own attributes, which parameters are parts: its gradient norm counts the others once."""
+    """Tell megatron-core, in its own attributes, which parameters are parts; its gradient norm counts others once."""
     for parameter in module.parameters():
         split_dim = getattr(parameter, "split_dim", None)
         parameter.tensor_model_parallel = split_dim is not None  # type: ignore[attr-defined]
@@ -146,7 +158,9 @@ def mark_splits(module: nn.Module) -> None:
         parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
-def sharded_parameters(module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any] | None, group: Any) -> dict[str, Any]:
+def sharded_parameters(
+    module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any] | None, group: Any
+) -> dict[str, Any]:
     """Name -> ShardedTensor for every parameter and buffer of `module`, split as `split_dim` says.
 
     The checkpoint holds whole tensors, so it can be read at any number of ranks.

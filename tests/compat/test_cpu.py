@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the
 
 def _names():
     names = [(torch, name) for name in FACTORIES]
-    names += [(torch.cuda, n) for n in ("current_device", "synchronize", "empty_cache", "current_stream", "manual_seed")]
+    names += [(torch.cuda, name) for name in ("current_device", "synchronize", "empty_cache", "current_stream")]
     return names + [(torch.Tensor, name) for name in ("cuda", "type", "pin_memory")]
 
 

@@ -8,11 +8,13 @@ import pytest
 from miras_megatron.parallel.rendezvous import RankInfo, find_rank, first_host
 
 TORCHRUN = {
-    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a1", "MASTER_PORT": "29500"},
+    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+    **{"MASTER_ADDR": "a1", "MASTER_PORT": "29500"},
     **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"},
 }
 SLURM = {
-    **{"SLURM_STEP_ID": "3", "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"},
+    **{"SLURM_STEP_ID": "3", "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "11"},
+    **{"SLURM_LOCALID": "1", "SLURM_NODEID": "2"},
     **{"SLURM_STEP_NODELIST": "gpu[003-004,7]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_ID": "77"},
 }
 
@@ -60,13 +62,13 @@ def test_mpi(monkeypatch):
         def __init__(self, rank, size):
             self.rank, self.size = rank, size
 
-        def Get_rank(self):  # noqa: N802
+        def Get_rank(self):
             return self.rank
 
-        def Get_size(self):  # noqa: N802
+        def Get_size(self):
             return self.size
 
-        def Split_type(self, kind):  # noqa: N802
+        def Split_type(self, kind):
             return Comm(1, 2)
 
         def bcast(self, value, root):
