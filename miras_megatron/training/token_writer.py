@@ -34,9 +34,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class PairWriter:
     """Appends documents to PREFIX.bin; `close` writes PREFIX.idx. A `with` block that fails removes both."""
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype, *, skip_empty: bool = False) -> None:
+        """skip_empty: leave documents without a token out of the index."""
         self.prefix = str(prefix)
         self.dtype = dtype
+        self.skip_empty = skip_empty
         self.lengths = array("i")
         self._file: BinaryIO = open(self.prefix + ".bin", "wb")
 
@@ -48,7 +50,8 @@ class PairWriter:
             length += piece.size
         if length > LONGEST_DOCUMENT:
             raise ValueError(f"a document of {length:,} tokens: .idx files hold lengths below 2^31; split the document")
-        self.lengths.append(length)
+        if length or not self.skip_empty:
+            self.lengths.append(length)
         return length
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class JsonTokenizer:
         self.digest = _digest(text, self.eod)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.library.encode(text, add_special_tokens=False).ids)
+        return list(self.library.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and, for each, the [start, end) characters of `text` it stands for."""
