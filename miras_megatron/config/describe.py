@@ -46,6 +46,7 @@ def docstrings(cls: type) -> dict[str, str]:
     return docs
 
 
+@cache
 def section_types(cls: type = Run) -> dict[str, type]:
     """Section name -> its dataclass."""
     return {name: hint for name, hint in get_type_hints(cls).items() if isinstance(hint, type) and is_dataclass(hint)}

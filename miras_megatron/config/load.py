@@ -11,8 +11,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -113,34 +115,44 @@ def _read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 def _build(
     source: str, values: Mapping[str, Any], overrides: Sequence[tuple[str, str]], problems: Sequence[str]
 ) -> Run:
-    found, known = list(problems), _known()
+    given = {section: fields for section, fields in values.items() if fields is not None}
+    words = [f"--{name}={text}" for name, text in overrides]
+    found = [*problems, *_name_problems([*_leaves(given), *overrides])]
     parser = _parser()
-    for name, value in _leaves(values):
-        found += _problem(parser, known, name, value, None)
-    for name, text in overrides:
-        found += _problem(parser, known, name, text, f"--{name}={text}")
-    if found:
-        raise ConfigError(source, found)
-    namespace = parser.parse_args(["--config", yaml.safe_dump(dict(values)), *(f"--{n}={v}" for n, v in overrides)])
+    try:
+        namespace = parser.parse_args(["--config", yaml.safe_dump(given), *words]) if not found else None
+    except (ArgumentError, SystemExit):
+        namespace = None
+    if namespace is None:
+        raise ConfigError(source, [*found, *_type_problems(parser, given, overrides)])
     del namespace["config"]
     return Run(**{section: getattr(parser.instantiate(namespace), section) for section in section_types()})
 
 
-def _problem(
-    parser: ArgumentParser, known: Mapping[str, FieldInfo], name: str, value: Any, word: str | None
-) -> list[str]:
-    """What is wrong with one field, [] or one line. `word` is the argument where it came from the command line."""
-    if name.startswith(FREE_FORM + "."):
-        return []
-    if name in section_types():
-        return [f"{name} = {value!r}: is a section; set its fields, {name}.FIELD"]
-    if name not in known:
-        return [f"{name}: unknown field{_nearest(name, known)}; --help lists all"]
-    try:
-        parser.parse_args([word] if word else ["--config", yaml.safe_dump(_nested(name, value))])
-    except (ArgumentError, SystemExit):
-        return [f"{name} = {'null' if value is None else repr(value)}: must be {type_in_words(known[name].hint)}"]
-    return []
+def _name_problems(given: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """Names that are no fields, and null where a field has no null."""
+    known = _known()
+    for name, value in given:
+        if name in section_types():
+            yield f"{name} = {value!r}: is a section; set its fields, {name}.FIELD"
+        elif name not in known and not name.startswith(FREE_FORM + "."):
+            yield f"{name}: unknown field{_nearest(name, known)}; --help lists all"
+        elif value is None and NoneType not in get_args(known[name].hint):
+            yield f"{name} = null: must be {type_in_words(known[name].hint)}"
+
+
+def _type_problems(
+    parser: ArgumentParser, given: Mapping[str, Any], overrides: Sequence[tuple[str, str]]
+) -> Iterator[str]:
+    """Values of another type; each field is parsed by itself, since the parser stops at the first."""
+    leaves = [(name, value, ["--config", yaml.safe_dump(_nested(name, value))]) for name, value in _leaves(given)]
+    for name, value, words in [*leaves, *((name, text, [f"--{name}={text}"]) for name, text in overrides)]:
+        if name not in _known() or value is None:
+            continue
+        try:
+            parser.parse_args(words)
+        except (ArgumentError, SystemExit):
+            yield f"{name} = {value!r}: must be {type_in_words(_known()[name].hint)}"
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
@@ -166,6 +178,7 @@ def _opens(name: str) -> bool:
     return info is None or nested_dataclass(info.hint) is not None
 
 
+@cache
 def _known() -> dict[str, FieldInfo]:
     return {info.name: info for info in list_fields()}
 

@@ -1,0 +1,38 @@
+"""What every test stands on: one thread, fixed seeds, no trace of the machine."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(20250113)
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test decides itself which rank it is, also where the tests were started by a launcher."""
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name in [n for n in os.environ if n.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests for devices this machine lacks are left out and counted, not skipped."""
+    kept, left_out = [], []
+    devices = torch.cuda.device_count()
+    for item in items:
+        needs = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        (kept if devices >= needs else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
