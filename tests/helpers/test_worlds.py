@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from helpers.worlds import run_world
 
 

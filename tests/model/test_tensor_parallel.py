@@ -1,0 +1,81 @@
+"""Two tensor-parallel ranks against one: the same model, the same gradients, the same checkpoint."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import random_tokens, small_run
+from helpers.worlds import run_world
+
+from miras_megatron.compat.cpu import core_without_cuda
+from miras_megatron.model.build import build_model
+from miras_megatron.parallel.mesh import ParallelMesh
+from miras_megatron.parallel.tensor import own_slice
+from miras_megatron.training.loss import summed_loss
+
+TOKENS = 22
+
+
+def step(run, mesh):
+    """One forward and backward in float64: the loss and every gradient by name."""
+    model = build_model(run, mesh).double()
+    tokens = random_tokens(2, TOKENS + 1)
+    borders = [torch.tensor([0, 7, TOKENS]), torch.tensor([0, TOKENS])]
+    mask = (torch.arange(TOKENS) % 5 > 0).expand(2, -1)
+    total, count = summed_loss(model(tokens[:, :-1], tokens[:, 1:], mask, borders), mask)
+    (total / count).backward()
+    return model, (total / count).item()
+
+
+def compare(pattern, changes):
+    """On each of two ranks: the whole model alone, then half of it; the largest difference found."""
+    with core_without_cuda(), ParallelMesh(device="cpu") as mesh:
+        mesh.seed(5)
+        whole, expected = step(small_run(pattern, **changes), mesh)
+        weights = {name: p.detach() for name, p in whole.named_parameters()}
+        gradients = {name: p.grad for name, p in whole.named_parameters()}
+    run = small_run(pattern, tensor=2, **changes)
+    with core_without_cuda(), ParallelMesh(run.parallel, device="cpu") as mesh:
+        mesh.seed(5)
+        part, loss = step(run, mesh)
+        if run.parallel.sequence:
+            for name, parameter in part.named_parameters():
+                if getattr(parameter, "sequence_parallel", False):
+                    dist.all_reduce(parameter.grad, group=mesh.groups.tp)
+        differences = {"loss": abs(loss - expected)}
+        for name, parameter in part.named_parameters():
+            mine = _slicer(parameter, mesh)
+            assert torch.equal(parameter, mine(weights[name])), f"{name} starts differently"
+            scale = gradients[name].abs().max().clamp(min=1e-6)
+            differences[name] = ((parameter.grad - mine(gradients[name])).abs().max() / scale).item()
+        assert differences.keys() - {"loss"} == weights.keys()
+        halves = sum(p.tensor_model_parallel for _, p in part.named_parameters() if hasattr(p, "tensor_model_parallel"))
+    return differences, halves
+
+
+def _slicer(parameter, mesh):
+    dim = getattr(parameter, "partition_dim", -1)
+    stride = getattr(parameter, "partition_stride", 1)
+    return lambda full: own_slice(full, dim if dim >= 0 else None, mesh.tensor, mesh.tensor_rank, stride)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes"),
+    [
+        ("mcgwa", {}),
+        (
+            "mcg",
+            {"gates": "channel", "gate_rank": 4, "memory_tokens": 3, "write_persistent": True, "horizon_spread": 4.0},
+        ),
+        ("mcw", {"sequence": True, "tie_embeddings": False}),
+        ("mm", {"rule": "retnet"}),
+    ],
+)
+def test_two_ranks_are_one_model(pattern, changes):
+    """A weight cut through a head, or a gradient summed twice or never, trains another model without a word.
+
+    float64; the sums over heads are taken in another order.
+    """
+    for differences, halves in run_world(2, compare, pattern, changes):
+        worst = max(differences, key=differences.get)
+        assert differences[worst] < 1e-9, f"{worst}: {differences[worst]:.1e}"
+        assert halves > 4 * len(pattern)

@@ -1,0 +1,73 @@
+"""ParallelMesh: the right groups, built once, and messages that name who is missing."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.worlds import run_world
+
+from miras_megatron.config.schema import Parallel
+from miras_megatron.parallel import mesh as mesh_module
+from miras_megatron.parallel.mesh import ParallelMesh
+from miras_megatron.parallel.rendezvous import RankInfo
+
+
+def test_a_world_of_one_needs_no_launcher():
+    """`miras-train` on a laptop takes the same path as on a cluster, alone with itself."""
+    assert not dist.is_initialized()
+    for _ in range(2):
+        with ParallelMesh(device="cpu", timeout=5) as mesh:
+            assert (mesh.rank, mesh.world_size, mesh.coordinates) == (0, 1, "dp0 pp0 cp0 tp0")
+            assert mesh.is_main and mesh.is_first_stage and mesh.is_last_stage
+            assert mesh.groups.tp.size() == mesh.groups.dp_cp.size() == 1
+            mesh.barrier("test")
+        mesh.destroy()
+        assert not dist.is_initialized()
+
+
+def place(parallel):
+    with ParallelMesh(parallel, device="cpu") as mesh:
+        mesh.barrier("test")
+        sums = {}
+        for axis in ("tp", "pp", "cp", "dp"):
+            total = torch.tensor(10.0**mesh.rank)
+            dist.all_reduce(total, group=getattr(mesh.groups, axis))
+            sums[axis] = total.item()
+        return mesh.coordinates, (mesh.tensor, mesh.pipeline, mesh.context, mesh.data), sums
+
+
+@pytest.mark.parametrize(("axis", "name"), [("tensor", "tp"), ("pipeline", "pp"), ("context", "cp"), ("data", "dp")])
+def test_two_ranks_on_each_axis(axis, name):
+    """Ranks that sum over the wrong group train on each other's halves. One launch serves all layouts."""
+    parallel = Parallel(**{axis: 2}) if axis != "data" else Parallel()
+    for rank, (coordinates, sizes, sums) in enumerate(run_world(2, place, parallel)):
+        assert f"{name}{rank}" in coordinates
+        assert sizes[["tensor", "pipeline", "context", "data"].index(axis)] == 2
+        assert sums.pop(name) == 11.0
+        assert set(sums.values()) == {10.0**rank}
+
+
+def test_sizes_that_do_not_divide_are_named():
+    """A user with 1 process and parallel.tensor = 2 learns how many to start, and nothing stays half built."""
+    with pytest.raises(
+        ValueError, match=r"parallel\.tensor x pipeline x context = 2 x 1 x 3 = 6.*start a multiple of 6"
+    ):
+        ParallelMesh(Parallel(tensor=2, context=3), device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_missing_ranks_are_named():
+    """On a thousand GPUs "time-out" is no message; which ranks did not come is."""
+    store = dist.HashStore()
+    store.set("here_2", "")
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0 s at a1:5; 2 of 4 ranks did not come: 1, 3"):
+        mesh_module._wait_for_all(store, RankInfo(world_size=4, host="a1", port=5), datetime.timedelta(seconds=0.1))
+    assert mesh_module._shorten(list(range(20))).endswith("15 and 4 more")
+
+
+def test_a_meeting_place_nobody_keeps_is_named():
+    """The other ranks then say whom they waited for."""
+    info = RankInfo(rank=1, world_size=2, host="127.0.0.1", port=9, launcher="slurm")
+    with pytest.raises(TimeoutError, match=r"rank 1 could not reach the meeting place 127\.0\.0\.1:9 \(slurm\)"):
+        ParallelMesh(info=info, device="cpu", timeout=1.0)
