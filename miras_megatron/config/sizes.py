@@ -98,8 +98,8 @@ def memory_as_gate(run: Run) -> int:
 
 
 def memory_as_context(run: Run) -> int:
-    """MAC: as MAG, and the learned memory queries where there are any."""
-    return memory_as_gate(run) + run.model.memory_tokens * run.model.hidden
+    """MAC: as MAG, one more norm for what is read, and the learned memory queries where there are any."""
+    return memory_as_gate(run) + (1 + run.model.memory_tokens) * run.model.hidden
 
 
 MIXERS: dict[str, Callable[[Run], int]] = {
@@ -176,18 +176,23 @@ def memory_state_numbers(run: Run) -> int:
 
 
 def state_bytes(run: Run) -> int:
-    """Of one sequence: memory states, convolution tails, attention windows, MAC's open segment (at most)."""
+    """Of one sequence, whatever its length: memories, convolution tails, attention windows, MAC's open segment.
+
+    The cache of full attention (letter a) grows with the sequence and is not in it.
+    """
     model = run.model
-    wide = 2 if run.training.precision == "bf16" else FLOAT32
-    tails = max(model.conv - 1, 0) * 3 * model.hidden * wide
-    window = (model.window - 1) * 2 * model.hidden * wide
-    segment = 3 * model.segment * model.hidden * wide
-    total = 0
-    for letter in model.letters:
-        total += memory_state_numbers(run) * FLOAT32 + tails if letter in MEMORY_LETTERS else 0
-        total += window if letter in "gw" else 0
-        total += segment if letter == "c" else 0
-    return total
+    numbers = 2 if run.training.precision == "bf16" else FLOAT32
+    memory, tail = memory_state_numbers(run) * FLOAT32, max(model.conv - 1, 0) * model.hidden * numbers
+    window = (model.window - 1) * (2 * model.hidden + 1) * numbers
+    rows = 2 * (model.segment + (model.memory_tokens or model.segment)) * model.hidden * numbers
+    each = {
+        "m": memory + 3 * tail,
+        "g": memory + 3 * tail + window,
+        "c": 2 * memory + (3 if model.memory_tokens else 4) * tail + rows,
+        "w": window,
+        "a": 0,
+    }
+    return sum(each[letter] for letter in model.letters)
 
 
 def _micro_tokens(run: Run) -> int:
@@ -234,10 +239,12 @@ def memory_flops_per_token(run: Run) -> float:
     For each matrix [out, in]: read and predict with the anchor (4 out in), write into the state
     (2 out in), send the error back through all but the first (2 out in); inside a chunk of C tokens a
     read meets the earlier writes as keys meet values, (out + in) C on average over the triangle.
+    Momentum is a second state to read and write (4 out in, and 0.3 more inside the chunk).
     """
     facts, model = facts_of(run.memory), run.model
-    inside = min(run.memory.chunk_size, run.data.sequence_length)
+    inside = min(run.memory.chunk_size, run.data.sequence_length) * (1.3 if facts.momentum else 1.0)
     total = 0.0
     for i, (out, width) in enumerate(facts.shapes(model.head_dim)):
-        total += (6 if i == 0 else 8) * out * width + inside * (out + width)
+        passes = (6 if i == 0 else 8) + (4 if facts.momentum else 0)
+        total += passes * out * width + inside * (out + width)
     return model.heads * total

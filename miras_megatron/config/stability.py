@@ -18,6 +18,8 @@ PLAIN_CURVATURE = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
 """depth -> lambda over chunk, without LN."""
 WIDE_INPUT_CURVATURE = 2.0
 """without LN and with init: wide_input, lambda over (chunk x head width)."""
+UNIT_CURVATURE = {1: 1.6, 2: 5.0, 3: 10.0, 4: 16.0}
+"""with LN and init: unit, lambda over chunk: the last matrix is larger, so the same write turns it less."""
 SHARP_OBJECTIVE = 8.0
 """lp and the Huber family: tanh(10 e) is steeper than e, by measurement up to so many times."""
 SIMPLEX_CURVATURE = 16.0
@@ -48,6 +50,8 @@ def _curvature(facts: RuleFacts, run: Run) -> float:
         return SIMPLEX_CURVATURE
     sharp = SHARP_OBJECTIVE if facts.objective == "lp" or facts.objective.startswith("huber") else 1.0
     if facts.layer_norm:
+        if run.memory.init == "unit" or (run.memory.init == "wide_input" and facts.depth == 1):
+            return sharp * UNIT_CURVATURE[facts.depth]
         return sharp * LAYER_NORM_CURVATURE[facts.depth] * 4 * run.model.head_dim
     wide = run.memory.init == "wide_input" and facts.depth > 1
     return sharp * (WIDE_INPUT_CURVATURE * run.model.head_dim if wide else PLAIN_CURVATURE[facts.depth])
