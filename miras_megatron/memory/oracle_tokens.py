@@ -125,7 +125,7 @@ def _gate(rule: Rule, name: str, gate: Gate) -> Layers:
             layers.append(x[..., None, None])
             continue
         side = rule.channel_side(layer)
-        if side is None or (side == "columns" and layer == 0 and rule.degree > 1):
+        if side is None:
             raise ValueError(
                 f"inputs.{name} of matrix {layer} has one value per channel, but at depth {rule.depth} and degree "
                 f"{rule.degree} that matrix has no side of the head's width; give it one value per head, [B, T, N]"

@@ -26,7 +26,8 @@ def dual_exponent(rule: Rule) -> float:
 def lq_norm(rule: Rule, accumulator: Tensor) -> Tensor:
     """The norm the link divides by, per matrix and head: [B, N, out, in] -> [B, N, 1, 1]."""
     order = dual_exponent(rule) if rule.link == "exact_link" else rule.q
-    norm = accumulator.abs().pow(order).sum((-2, -1), keepdim=True).pow(1.0 / order)
+    # vector_norm's slope at A = 0 is 0, where powers and roots written out would give NaN
+    norm: Tensor = torch.linalg.vector_norm(accumulator, order, dim=(-2, -1), keepdim=True)
     return norm.clamp_min(NORM_EPS)
 
 

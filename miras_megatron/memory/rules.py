@@ -137,10 +137,9 @@ class Rule:
         return ("log_keep",) if self.fixed_keep else ()
 
     def channel_side(self, layer: int) -> str | None:
-        """Where a channel gate acts on matrix `layer`: rows, columns, or None where none may act."""
-        if self.depth == 1:
-            return self.gate_side
-        return {0: "columns", self.depth - 1: "rows"}.get(layer)
+        """Where a channel gate acts on matrix `layer`: rows, columns, or None where no side has the head's width."""
+        side = self.gate_side if self.depth == 1 else {0: "columns", self.depth - 1: "rows"}.get(layer)
+        return None if side == "columns" and self.degree > 1 else side
 
     def feature_dim(self, head_dim: int) -> int:
         """Width of phi(k): head_dim, or binom(head_dim + degree, degree) with polynomial features."""
@@ -279,6 +278,15 @@ def _problems(rule: Rule) -> list[str]:
     refuse(
         rule.two_rates and rule.write_rate != "input",
         "two_rates = True with write_rate = 'one': the rates come from the inputs; set write_rate='input'",
+    )
+    refuse(
+        rule.two_rates and rule.newton_schulz != "off",
+        f"two_rates = True with newton_schulz = {rule.newton_schulz!r}: the rate acts outside the orthogonal momentum, "
+        "so there is no place for a second one; use window weights (two_rates=False) or newton_schulz='off'",
+    )
+    refuse(
+        rule.retention == "lq" and rule.init == "zeros",
+        "retention = 'lq' with init = 'zeros': the link divides by the norm of A_0; use init='fan_in'",
     )
     if rule.gradient_at != "chunk":
         bad += _exact_gradient_problems(rule)

@@ -47,6 +47,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "orthogonal_without_momentum": ("atlas", {"momentum": False}, ("newton_schulz", "momentum")),
     "rates_window": ("swla", {"window": 3}, ("two_rates", "window", "3")),
     "rates_one": ("swla", {"write_rate": "one"}, ("two_rates", "write_rate")),
+    "rates_orthogonal": ("atlas", {"window": 2, "two_rates": True}, ("two_rates", "newton_schulz", "chunk")),
+    "lq_from_zero": ("moneta", {"init": "zeros"}, ("lq", "init", "zeros")),
     "exact_depth": ("deltanet", {"depth": 2}, ("gradient_at", "depth", "2")),
     "exact_norm": ("deltanet", {"layer_norm": True}, ("gradient_at", "layer_norm")),
     "exact_objective": ("deltanet", {"objective": "lp"}, ("gradient_at", "objective", "lp")),

@@ -1,0 +1,370 @@
+"""The fast scan against the oracle, in float64: reads, the state after, and the gradient of every input.
+
+If these failed, every model trained with `scan_memory` would compute something else than its rule says. A sample
+that meets every rule and option runs by default; the matrices marked `full` run in `make test-full`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.memory_cases import GATES, Case, Scan, assert_same, make_case, outcome
+from helpers.memory_rules import ALL_RULES, OPTIONS, random_rules
+from helpers.numerics import assert_close
+from torch import Tensor
+
+from miras_megatron.memory import RULES, MemoryInputs, MemoryState, Rule, make_rule, read_memory, scan_memory
+from miras_megatron.memory import oracle as definition
+from miras_megatron.memory.state import join_rows
+
+CHUNKS = (1, 2, 16, 64)
+PACKED = ([1, 15, 16, 17, 51], [3, 18, 1, 17, 61])
+MIXTURES = random_rules(60, seed=7)
+FEW = {
+    "titans": make_rule("titans", expansion=2),
+    "titans_linear": RULES["titans_linear"],
+    "gated_deltanet": RULES["gated_deltanet"],
+    "moneta": make_rule("moneta", expansion=2),
+    "memora": make_rule("memora", expansion=2),
+    "yaad_window": OPTIONS["window_yaad"],
+    "atlas": make_rule("atlas", expansion=2),
+    "ftrl": OPTIONS["elastic_ftrl_hard"],
+}
+"""one of each kind: hand-written, triangular, frozen norm, lag token, tail, orthogonal, walked"""
+
+
+def _assert_equals_oracle(case: Case) -> None:
+    assert_same(outcome(scan_memory, case), outcome(definition.scan_memory, case))
+
+
+# -- equal to the definition -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channel", [(), GATES], ids=["head", "channel"])
+@pytest.mark.parametrize("name", RULES)
+def test_named_rules_equal_the_oracle(name: str, channel: Sequence[str]) -> None:
+    """The rules that configurations name, with both kinds of gates, across chunk borders."""
+    _assert_equals_oracle(make_case(RULES[name], 11, 4, channel=channel, per_layer=bool(channel)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_equals_the_oracle(name: str) -> None:
+    """Each choice of `Rule` away from its default, with gates of both kinds side by side."""
+    _assert_equals_oracle(make_case(OPTIONS[name], 10, 4, channel=("log_keep", "delta"), per_layer=True))
+
+
+@pytest.mark.parametrize(
+    "name", [*list(MIXTURES)[:12], *(pytest.param(n, marks=pytest.mark.full) for n in list(MIXTURES)[12:])]
+)
+def test_random_mixtures_equal_the_oracle(name: str) -> None:
+    """Nobody thinks of every pair of options; chance does."""
+    seed = list(MIXTURES).index(name)
+    channel = [gate for i, gate in enumerate(GATES) if (seed >> i) & 1]
+    _assert_equals_oracle(make_case(MIXTURES[name], 9, 4, channel=channel, per_layer=seed % 2 == 0, seed=seed))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", FEW)
+def test_short_sequences_equal_the_oracle(name: str, length: int) -> None:
+    """Sequences shorter than, equal to and just longer than a chunk, with the window's tail partly real."""
+    _assert_equals_oracle(make_case(FEW[name], length, 4, head_dim=3))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 70, 200])
+@pytest.mark.parametrize("name", ["titans", "gated_deltanet", "moneta", "memora", "yaad_window"])
+def test_chunks_and_tiles_equal_the_oracle(name: str, chunk_size: int) -> None:
+    """A chunk longer than a tile is walked in tiles with the anchor frozen; a chunk of one anchors every token."""
+    _assert_equals_oracle(make_case(FEW[name], 5 if chunk_size == 1 else 75, chunk_size, batch=1, heads=1, head_dim=2))
+
+
+def _lengths() -> Iterator[tuple[int, int]]:
+    for chunk in CHUNKS:
+        for length in sorted({1, 2, chunk - 1, chunk, chunk + 1, 63, 100} - {0}):
+            yield chunk, length
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("chunk_size", "length"), list(_lengths()))
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_all_rules_and_lengths_equal_the_oracle(name: str, chunk_size: int, length: int) -> None:
+    """The whole matrix of rules, options, chunk sizes and ragged lengths."""
+    channel = GATES if (length + chunk_size) % 2 else ()
+    _assert_equals_oracle(make_case(ALL_RULES[name], length, chunk_size, batch=1, channel=channel, seed=length))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FEW)
+def test_a_long_ragged_sequence_equals_the_oracle(name: str) -> None:
+    """1,334 tokens: no multiple of any chunk, and long enough for errors to add up."""
+    _assert_equals_oracle(make_case(FEW[name], 1334, 64, batch=1, heads=1))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_reading_without_writing_equals_the_running_read(name: str) -> None:
+    """Memory as context reads the running weights before it writes; inside a chunk that is the last token's read."""
+    case = make_case(RULES[name], 7, 4)
+    reads, state = definition.scan_memory(case.rule, case.params, case.inputs, case.state, 4)
+    assert_close("read", read_memory(case.rule, case.params, state, case.inputs.q[:, -1:]), reads[:, -1:], 1e-9)
+
+
+# -- extreme gates ---------------------------------------------------------------------------------------
+
+EXTREMES: dict[str, dict[str, float]] = {
+    "keep_exp_-50": {"log_keep": -50.0},
+    "keep_zero": {"log_keep": float("-inf")},
+    "keep_all": {"log_keep": 0.0},
+    "momentum_zero": {"momentum": 0.0},
+    "momentum_one": {"momentum": 1.0, "lr": 1e-3},
+    "rate_zero": {"lr": 0.0},
+    "everything_closed": {"log_keep": float("-inf"), "momentum": 0.0, "lr": 0.0},
+}
+GATED = FEW | {"kl_exact": OPTIONS["kl_exact"], "swla": RULES["swla"]}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("name", GATED)
+def test_extreme_gates_equal_the_oracle(name: str, extreme: str) -> None:
+    """Cumulative log gates below -200, exact zeros and ones: no NaN, in no gradient, where quotients would overflow."""
+    rule = GATED[name]
+    values = {gate: value for gate, value in EXTREMES[extreme].items() if gate in rule.gates}
+    if not values:
+        return
+    case = make_case(rule, 9, 5, channel=("log_keep",) if rule.depth == 1 else ())
+    for gate, value in values.items():
+        with torch.no_grad():
+            getattr(case.inputs, gate)[:, 1:8].fill_(value)
+    _assert_equals_oracle(case)
+
+
+# -- states handed on ------------------------------------------------------------------------------------
+
+
+def _in_pieces(cuts: Sequence[int]) -> Scan:
+    """The scan that stops at every cut and goes on from the state it was handed."""
+
+    def scan(
+        rule: Rule, params: dict[str, Tensor], inputs: MemoryInputs, state: MemoryState, chunk_size: int, **_: Any
+    ) -> tuple[Tensor, MemoryState]:
+        reads, length = [], inputs.q.shape[1]
+        for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+            part, state = scan_memory(rule, params, inputs.tokens(start, stop), state, chunk_size)
+            reads.append(part)
+        return torch.cat(reads, 1), state
+
+    return scan
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_token_by_token_equals_one_pass(name: str) -> None:
+    """Generation feeds one token at a time what training read at once."""
+    case = make_case(RULES[name], 9, 4, phases=[2, 2])
+    assert_same(outcome(_in_pieces(range(1, 9)), case), outcome(scan_memory, case))
+
+
+@pytest.mark.parametrize("name", ["titans", "memora", "yaad_window"])
+def test_a_sequence_may_be_cut_anywhere(name: str) -> None:
+    """Context parallelism and streaming rest on this: going on from a handed-over state equals never having stopped."""
+    case = make_case(FEW[name], 100, 16, batch=1, heads=1)
+    with torch.no_grad():
+        want, end = scan_memory(case.rule, case.params, case.inputs, case.state, 16)
+        for cut in range(1, 100):
+            got, last = _in_pieces([cut])(case.rule, case.params, case.inputs, case.state, 16)
+            assert_close(f"reads cut at {cut}", got, want, 1e-9)
+            for key, x in end.tensors().items():
+                assert_close(f"{key} cut at {cut}", last.tensors()[key], x, 1e-9)
+
+
+@pytest.mark.parametrize("cut", [15, 16, 17])
+@pytest.mark.parametrize("name", FEW)
+def test_gradients_pass_through_a_cut(name: str, cut: int) -> None:
+    """Relayed gradients must reach the tokens before the border, the anchor's share included."""
+    case = make_case(FEW[name], 35, 16, batch=1, heads=1)
+    assert_same(outcome(_in_pieces([cut]), case), outcome(scan_memory, case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_gradients_pass_through_every_cut(name: str) -> None:
+    """Every rule, every split point of 100 tokens."""
+    case = make_case(ALL_RULES[name], 100, 16, batch=1, heads=1, head_dim=3)
+    want = outcome(scan_memory, case)
+    for cut in range(1, 100):
+        assert_same(outcome(_in_pieces([cut]), case), want)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_may_stand_at_different_phases(name: str) -> None:
+    """Documents of one batch start anywhere; each row keeps its own chunk grid and its own anchor."""
+    _assert_equals_oracle(make_case(RULES[name], 9, 4, batch=3, phases=[3, 0, 1]))
+
+
+def test_a_detached_state_may_be_used_twice() -> None:
+    """Truncated training backpropagates each piece on its own, from the same handed-over state."""
+    case = make_case(RULES["titans"], 9, 4)
+    _, state = scan_memory(case.rule, case.params, case.inputs, case.state, 4)
+    for _ in range(2):
+        reads, _ = scan_memory(case.rule, case.params, case.inputs, state.detach(), 4)
+        reads.sum().backward()
+
+
+# -- packed documents ------------------------------------------------------------------------------------
+
+
+def _apart(lengths: Sequence[Sequence[int]]) -> Scan:
+    """The scan that runs every document of every row on its own."""
+
+    def scan(
+        rule: Rule, params: dict[str, Tensor], inputs: MemoryInputs, state: MemoryState, chunk_size: int, **_: Any
+    ) -> tuple[Tensor, MemoryState]:
+        rows, ends = [], []
+        for b, row in enumerate(lengths):
+            alone, reads, start = inputs.map(lambda x, b=b: x[b : b + 1]), [], 0
+            for length in row:
+                first = state.rows(torch.tensor([b])) if start == 0 else rule.init_state(params, 1)
+                part, end = scan_memory(rule, params, alone.tokens(start, start + length), first, chunk_size)
+                reads.append(part)
+                start += length
+            rows.append(torch.cat(reads, 1))
+            ends.append(end)
+        return torch.cat(rows), join_rows(ends)
+
+    return scan
+
+
+def _cuts(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _assert_packed_equals_apart(rule: Rule, lengths: Sequence[Sequence[int]]) -> None:
+    case = make_case(rule, 100, 16, head_dim=3, heads=1)
+    cuts = [_cuts(row) for row in lengths]
+    packed = replace(case, cu_seqlens=cuts[0] if lengths[0] == lengths[1] else cuts)
+    assert_same(outcome(scan_memory, packed), outcome(_apart(lengths), case))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_packed_documents_equal_separate_runs(name: str) -> None:
+    """A leak between packed texts, or a chunk grid that does not restart, is a wrong model that nobody notices."""
+    _assert_packed_equals_apart(FEW[name], PACKED)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lengths", [PACKED, (PACKED[0], PACKED[0]), ([100], PACKED[1]), ([1] * 100, [50, 50])])
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_all_rules_keep_packed_documents_apart(name: str, lengths: Sequence[Sequence[int]]) -> None:
+    """The same cuts for all rows, one row whole, a document a token: for every rule and option."""
+    _assert_packed_equals_apart(ALL_RULES[name], lengths)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_packed_documents_equal_the_oracle(name: str) -> None:
+    """Different cuts a row, on rows that go on from different phases."""
+    case = make_case(FEW[name], 14, 4, phases=[3, 0])
+    _assert_equals_oracle(replace(case, cu_seqlens=[_cuts([2, 1, 11]), _cuts([5, 9])]))
+
+
+def test_an_empty_document_changes_nothing() -> None:
+    """Loaders repeat a border where a document has no tokens left in a window."""
+    case = make_case(RULES["titans"], 9, 4)
+    got = outcome(scan_memory, replace(case, cu_seqlens=torch.tensor([0, 4, 4, 9])))
+    assert_same(got, outcome(scan_memory, replace(case, cu_seqlens=torch.tensor([0, 4, 9]))), rtol=0)
+
+
+# -- recomputation, precision, finite differences ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_recomputation_does_not_change_results(name: str) -> None:
+    """How many states are kept is a matter of memory only."""
+    case = make_case(FEW[name], 21, 2, phases=[1, 1])
+    want = outcome(scan_memory, case, checkpoint_every=1)
+    for every in (2, 8):
+        assert_same(outcome(scan_memory, case, checkpoint_every=every), want, rtol=1e-12)
+    with torch.no_grad():
+        reads, _ = scan_memory(case.rule, case.params, case.inputs, case.state, 2)
+    assert_close("reads without a graph", reads, want["reads"], 1e-12)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_float32_is_close_to_float64(name: str) -> None:
+    """Training runs in float32: 40 tokens of rounding stay below 1e-4 in reads and every gradient."""
+    case = make_case(RULES[name], 40, 16, fresh=True, dtype=torch.float32)
+    double = replace(
+        case,
+        params={n: p.detach().double().requires_grad_() for n, p in case.params.items()},
+        inputs=case.inputs.map(lambda x: x.detach().double().requires_grad_()),
+    )
+    for one in (case, double):
+        one.state = one.rule.init_state(one.params, 2)
+    assert_same(outcome(scan_memory, case), outcome(scan_memory, double), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_bfloat16_inputs_are_computed_in_float32(name: str) -> None:
+    """bf16 q, k, v and gates round only where reads and gradients are handed back: half a percent of their RMS."""
+    case = make_case(RULES[name], 20, 8, fresh=True, dtype=torch.float32)
+    half = replace(case, inputs=case.inputs.map(lambda x: x.detach().bfloat16().requires_grad_()))
+    whole = replace(case, inputs=half.inputs.map(lambda x: x.detach().float().requires_grad_()))
+    got, want = outcome(scan_memory, half), outcome(scan_memory, whole)
+    assert got["reads"].dtype == torch.bfloat16 and got["end.weights.0"].dtype == torch.float32
+    for key, x in want.items():
+        error = (got[key].double() - x.double()).square().mean().sqrt()
+        assert float(error) <= 5e-3 * float(x.double().square().mean().sqrt()), key
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["titans", "gated_deltanet", *(pytest.param(n, marks=pytest.mark.full) for n in ("moneta", "memora", "atlas"))],
+)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    """The outer gradient through three chunks, independent of any autograd: every leaf, none of them 0."""
+    case = make_case(make_rule(name, expansion=1), 7, 3, batch=1, heads=1, head_dim=3)
+    leaves = case.leaves()
+
+    def run(*_: Tensor) -> tuple[Tensor, ...]:
+        reads, end = scan_memory(case.rule, case.params, case.inputs, case.state, 3)
+        return reads, *end.weights
+
+    assert torch.autograd.gradcheck(run, list(leaves.values()), atol=1e-6, rtol=1e-4)
+    grads = outcome(scan_memory, case)
+    for leaf in ("q", "k", "v", *case.rule.gates, "state.weights.0"):
+        assert float(grads[f"grad.{leaf}"].abs().max()) > 0, leaf
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    """A gate of the wrong shape would broadcast into another function; a missing one would be a crash far away."""
+    case = make_case(make_rule("titans", depth=3), 5, 4, phases=[3, 3])
+    x, ones = case.inputs, torch.ones_like(case.inputs.q[..., 0])
+    wrong: dict[str, tuple[MemoryInputs, dict[str, Any]]] = {
+        "lr": (replace(x, lr=None), {}),
+        "momentum": (replace(x, momentum=ones[:, :, :1]), {}),
+        "delta": (replace(x, delta=ones), {}),
+        "log_keep of matrix 1": (replace(x, log_keep=-torch.ones_like(x.q)), {}),
+        "lr: 2 tensors": (replace(x, lr=(ones, ones)), {}),
+        "k ": (replace(x, k=x.k[..., :2]), {}),
+        "chunk_size = 0": (x, {"chunk_size": 0}),
+        "chunk_size = 3": (x, {"chunk_size": 3}),
+        "checkpoint_every": (x, {"checkpoint_every": 0}),
+        "cu_seqlens of row 0": (x, {"cu_seqlens": torch.tensor([0, 4])}),
+        "cu_seqlens of row 1": (x, {"cu_seqlens": [torch.tensor([0, 5]), torch.tensor([0, 4, 3, 5])]}),
+        "cu_seqlens: 1": (x, {"cu_seqlens": [torch.tensor([0, 5])]}),
+    }
+    for words, (inputs, options) in wrong.items():
+        with pytest.raises(ValueError) as refused:
+            scan_memory(case.rule, case.params, inputs, case.state, **({"chunk_size": 4} | options))
+        assert words in str(refused.value), f"{words!r} isn't named in: {refused.value}"
+
+
+def test_a_channel_gate_on_polynomial_columns_is_refused() -> None:
+    """A gate of D values has no meaning on the binom(D+p, p) columns of a polynomial memory's input matrix."""
+    rule = make_rule("omeganet", degree=2)
+    case = make_case(rule, 5, 4)
+    with pytest.raises(ValueError, match="log_keep of matrix 0"):
+        scan_memory(rule, case.params, replace(case.inputs, log_keep=-torch.ones_like(case.inputs.q)), case.state, 4)
