@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from miras_megatron.training.tokenizer import JsonTokenizer, Tokenizer
+from miras_megatron.training.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 WINDOW = 1 << 16
 """characters that are new in a window"""
@@ -30,7 +30,13 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Iterator[NDArr
         return
     for piece in clean:
         for start in range(0, len(piece), WINDOW):
-            yield np.array(tokenizer.encode(piece[start : start + WINDOW]), dtype=np.int64)
+            yield _encode_bytes(tokenizer, piece[start : start + WINDOW])
+
+
+def _encode_bytes(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+    return np.array(tokenizer.encode(text), dtype=np.int64)
 
 
 class _Window:

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 def preprocess(options: Options) -> int:
     """Plan, tokenise unit by unit, join; raises ValueError on bad input after removing what it had begun."""
     paths = find_files(options.input)
-    units = plan_units(paths)
+    units = plan_units(paths, options.unit_bytes)
     if options.dry_run:
         return _dry_run(options, units)
     prefix = f"{options.output_prefix}_text_document"

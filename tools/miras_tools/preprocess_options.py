@@ -37,6 +37,7 @@ class Options:
     keys: Keys
     workers: int
     log_interval: float
+    unit_bytes: int
     dry_run: bool
     overwrite: bool
     verify: str | None
@@ -54,8 +55,9 @@ def parse(argv: list[str] | None) -> Options:
         parser.error("--train-bpe and --tokenizer: give one of the two")
     if given.train_bpe and given.train_bpe < 257:
         parser.error(f"--train-bpe {given.train_bpe}: 257 or more, for the 256 bytes and the end of a document")
-    if given.workers < 1:
-        parser.error(f"--workers {given.workers}: 1 or more")
+    for name in ("workers", "unit_bytes", "train_bpe_bytes"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: 1 or more")
     names = ("text_key", "prompt_key", "completion_key", "txt_documents")
     values = {key: value for key, value in vars(given).items() if key not in names}
     keys = Keys(given.text_key, given.prompt_key, given.completion_key, given.txt_documents)
@@ -70,6 +72,7 @@ def plan_of(options: Options, paths: Sequence[str]) -> dict[str, Any]:
         "tokenizer": None if trained else load_tokenizer(options.tokenizer, options.eod).digest,
         "train_bpe": [options.train_bpe, options.train_bpe_bytes, options.eod] if trained else None,
         "append_eod": options.append_eod,
+        "unit_bytes": options.unit_bytes,
         "keys": asdict(options.keys),
     }
 
@@ -102,6 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: all cores)")
     add("--log-interval", type=float, default=10.0, metavar="S", help="seconds between progress lines off a terminal")
+    add(
+        "--unit-bytes",
+        type=int,
+        default=32 << 20,
+        metavar="N",
+        help="input read and restarted at a time (default: 32 MiB)",
+    )
     add("--dry-run", action="store_true", help="count documents, tokens and lengths; write nothing")
     add("--overwrite", action="store_true", help="replace files that are there")
     add("--verify", metavar="PREFIX", help="only compare a written set with the checksums of its manifest")

@@ -26,7 +26,6 @@ KINDS = {
     ".arrow": "arrow",
 }
 SEPARATORS = {"file": None, "line": "\n", "blank-line": "\n\n", "form-feed": "\f"}
-UNIT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def kind_of(path: str) -> str | None:
     return None if packed and kind in ("parquet", "arrow") else kind
 
 
-def plan_units(paths: Sequence[str], unit_bytes: int = UNIT_BYTES) -> list[tuple[Slice, ...]]:
+def plan_units(paths: Sequence[str], unit_bytes: int) -> list[tuple[Slice, ...]]:
     """Cut the files into units of about `unit_bytes` that are read, restarted and stored each for itself, in order.
 
     A compressed or plain text file is never cut; many small ones share a unit.
