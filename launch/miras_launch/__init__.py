@@ -1,0 +1,1 @@
+"""Starting runs on several ranks; needs neither torch nor a device."""

@@ -1,0 +1,37 @@
+"""If these fail, a job of many ranks starts, and dies on all of them, for what one line could have said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from miras_launch.main import main
+
+DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
+
+
+def test_a_dry_run_shows_layout_and_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command is what a person would type, to be copied into a job script."""
+    assert main(["--ranks", "4", "--parallel.tensor=2", DEBUG, "--dry-run"]) == 0
+    layout, line = capsys.readouterr().out.strip().splitlines()
+    assert layout == (
+        "4 ranks = 2 data x 2 tensor x 1 pipeline x 1 context; 8 rows a step in 1 microbatches of 4 a rank"
+    )
+    assert "--nproc-per-node 4 --standalone --no-python" in line
+    assert line.endswith(f"miras-train --parallel.tensor=2 {DEBUG}")
+
+
+def test_several_machines_meet_at_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same line runs on every machine but for its number."""
+    words = ["--ranks=2", "--nodes=2", "--node-rank=1", "--rendezvous", "first:29500", DEBUG, "--dry-run"]
+    assert main([*words, "--training.micro_batch=1"]) == 0
+    line = capsys.readouterr().out
+    assert "--nnodes 2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint first:29500" in line
+
+
+def test_a_layout_that_does_not_divide_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and every problem at once, before any process starts."""
+    assert main(["--ranks", "3", "--parallel.tensor=2", "--model.heads=3", DEBUG]) == 2
+    said = capsys.readouterr().err
+    assert "parallel.tensor x pipeline x context = 2: this job has 3 ranks" in said
+    assert "model.heads = 3" in said
