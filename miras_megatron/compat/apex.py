@@ -1,4 +1,4 @@
-"""NVIDIA apex: its fused Adam and fused RMSNorm where they are installed, torch's otherwise. The only mention of apex.
+"""NVIDIA apex: its fused RMSNorm and Adam where they are installed, torch's otherwise. The only mention of apex.
 
 apex is built from source and never required; the name on the package index belongs to another project, so
 what counts is not the package but the very symbols that are called, and the compiled extension they need.
@@ -7,7 +7,7 @@ what counts is not the package but the very symbols that are called, and the com
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,22 +35,22 @@ def find(name: str) -> Callable[..., Any] | None:
         return None
 
 
-def adamw(
-    groups: Iterable[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    device: torch.device,
-) -> torch.optim.Optimizer:
-    """AdamW with decoupled weight decay over parameter groups: apex's fused one on CUDA if installed, else torch's."""
-    fused = find("fused_adam") if device.type == "cuda" else None
-    if fused is not None:
-        optimizer = fused(list(groups), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=True)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        return optimizer
-    return torch.optim.AdamW(list(groups), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+def describe(device: torch.device) -> str:
+    """One line for a run's log: which AdamW and which RMSNorm work on `device`.
+
+    megatron-core chooses its AdamW itself, at import: TransformerEngine's, else apex's, else torch's. Raises
+    ValueError where it took one from an apex that can't run.
+    """
+    from megatron.core import optimizer as core
+
+    adam = str(core.Adam.__module__).split(".")[0]
+    if adam == "apex" and find("fused_adam") is None:
+        raise ValueError(
+            "NVIDIA apex is installed without its extension amp_C, so megatron-core's optimizer can't start: "
+            "build apex with its CUDA extensions, or uninstall it"
+        )
+    norm = "apex" if device.type == "cuda" and find("fused_rms_norm") is not None else "torch"
+    return f"AdamW of {adam}, RMSNorm of {norm}"
 
 
 def pick_rms_norm(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from miras_megatron.compat.apex import describe
 from miras_megatron.config.schema import Run
 from miras_megatron.config.stability import inner_lr_max
 from miras_megatron.layers import BlockSpec
@@ -19,6 +21,8 @@ from miras_megatron.parallel.mesh import ParallelMesh
 from .initialise import draw_core_weights, mark_decay
 from .language_model import MemoryLanguageModel
 from .specs import block_submodules
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,6 +48,8 @@ def build_model(run: Run, mesh: ParallelMesh, vocab_size: int | None = None) -> 
     draw_core_weights(model, run.training.seed, spec.init_std, spec.out_std, mesh.tensor, mesh.tensor_rank)
     mark_decay(model)
     model.to(mesh.device)
+    log = logger.info if mesh.is_main else logger.debug
+    log("%s; %s", describe_parameters(model), describe(mesh.device))
     return model
 
 

@@ -11,12 +11,16 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from miras_megatron.layers.carry import CuSeqlens
 from miras_megatron.parallel.cross_entropy import token_losses
 from miras_megatron.parallel.tensor import gather_columns, without_objects
 
 from .attention_slot import LayerStates, MixerContext
+
+LOGITS_AT_ONCE = 1 << 25
+"""Most logits of a rank that are held at once for the loss: 128 MB of float32."""
 
 
 class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
@@ -118,9 +122,31 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
         return gather_columns(self.logits(hidden), self.tp_group).transpose(0, 1)
 
     def losses(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """[s, b, h] -> cross entropy of every token [b, T]."""
-        losses = token_losses(self.logits(hidden), labels.transpose(0, 1).contiguous(), self.tp_group).transpose(0, 1)
+        """[s, b, h] -> cross entropy of every token [b, T].
+
+        Long sequences go in blocks of tokens whose logits are made again in backward: what is kept is one
+        block's logits, not T x V of them.
+        """
+        labels = labels.transpose(0, 1).contiguous()
+        size = self._loss_block(labels)
+        if size >= labels.shape[0]:
+            losses = self._block_losses(hidden, labels)
+        else:
+            blocks = zip(torch.split(hidden, size), torch.split(labels, size), strict=True)
+            parts = [checkpoint(self._block_losses, *block, use_reentrant=False) for block in blocks]
+            losses = torch.cat(parts)
+        losses = losses.transpose(0, 1)
         return losses if loss_mask is None else torch.where(loss_mask > 0, losses, 0.0)
+
+    def _loss_block(self, labels: Tensor) -> int:
+        """Tokens of one block. Under sequence parallelism hidden states here are a part, so there is one block."""
+        tokens, rows = labels.shape
+        if self.config.sequence_parallel:
+            return tokens
+        return max(1, LOGITS_AT_ONCE * int(self.tp_group.size()) // (rows * self.vocab_size))
+
+    def _block_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return token_losses(self.logits(hidden), labels, self.tp_group)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

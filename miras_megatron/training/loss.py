@@ -6,9 +6,6 @@ another loss as soon as two rows have different numbers of tokens that count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,17 +21,4 @@ def summed_loss(losses: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor
         return wide.sum(), torch.tensor(losses.numel(), dtype=torch.int32, device=losses.device)
     mask = loss_mask.to(wide.dtype)
     # A masked loss may be inf (a label no one should predict); inf x 0 would be no number.
-    return torch.where(mask > 0, wide * mask, 0.0).sum(), mask.sum().to(torch.int32)
-
-
-def schedule_loss(loss_mask: Tensor | None) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]:
-    """The loss function for a forward step: losses [b, T] -> (sum, count, {"loss": [sum, count]}).
-
-    The three-tuple of core's `calculate_per_token_loss`; its two-tuple form is scaled by the context size.
-    """
-
-    def of(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        total, count = summed_loss(losses, loss_mask)
-        return total, count, {"loss": torch.stack([total.detach(), count.to(total.dtype)])}
-
-    return of
+    return torch.where(mask > 0, wide * mask, 0.0).sum(), mask.sum().round().to(torch.int32)

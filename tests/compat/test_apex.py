@@ -22,11 +22,6 @@ def stub(monkeypatch):
     """A stand-in with NVIDIA's symbols; it records its calls."""
     calls = []
 
-    class FusedAdam(torch.optim.SGD):
-        def __init__(self, groups, **options):
-            calls.append(options)
-            super().__init__(groups, lr=options["lr"])
-
     def norm(x, weight, shape, eps):
         calls.append(shape)
         return torch.nn.functional.rms_norm(x.float(), shape, weight, eps)
@@ -35,7 +30,7 @@ def stub(monkeypatch):
         monkeypatch,
         {
             "apex": {},
-            "apex.optimizers": {"FusedAdam": FusedAdam},
+            "apex.optimizers": {"FusedAdam": object},
             "apex.normalization": {},
             "apex.normalization.fused_layer_norm": {"mixed_dtype_fused_rms_norm_affine": norm},
             "amp_C": {},
@@ -45,15 +40,26 @@ def stub(monkeypatch):
     return calls
 
 
-def _adam(device):
-    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]}]
-    return apex.adamw(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, device=torch.device(device))
-
-
 def test_torch_is_used_where_apex_is_not():
     """Without apex nothing may fail: it is on no package index."""
-    assert type(_adam("cpu")) is torch.optim.AdamW
     assert apex.pick_rms_norm(torch.device("cuda")) is apex.torch_rms_norm
+    assert apex.describe(torch.device("cuda")) == "AdamW of torch, RMSNorm of torch"
+
+
+def test_the_adam_that_megatron_took_is_named_and_can_run(monkeypatch, stub):
+    """core takes apex's Adam when the class imports; without its extension that fails at the first step."""
+    from megatron.core import optimizer as core
+
+    class FusedAdam:
+        pass
+
+    FusedAdam.__module__ = "apex.optimizers.fused_adam"
+    monkeypatch.setattr(core, "Adam", FusedAdam)
+    assert apex.describe(torch.device("cuda")) == "AdamW of apex, RMSNorm of apex"
+    assert apex.describe(torch.device("cpu")) == "AdamW of apex, RMSNorm of torch"
+    monkeypatch.delitem(sys.modules, "amp_C")
+    with pytest.raises(ValueError, match="amp_C.*uninstall"):
+        apex.describe(torch.device("cuda"))
 
 
 def test_the_package_of_the_same_name_is_not_taken_for_nvidias(monkeypatch):
@@ -70,8 +76,6 @@ def test_a_build_without_extensions_is_not_used(monkeypatch, stub):
 
 def test_fused_parts_are_used_on_cuda_only(stub):
     """Fused kernels take CUDA tensors; on a CPU they would crash."""
-    assert type(_adam("cuda")).__name__ == "FusedAdam" and stub[-1]["adam_w_mode"] is True
-    assert type(_adam("cpu")) is torch.optim.AdamW
     x, weight = torch.randn(3, 5, dtype=torch.bfloat16), torch.rand(5)
     fused = apex.pick_rms_norm(torch.device("cuda"))(x, weight, 1e-6)
     assert fused.dtype == torch.bfloat16 and stub[-1] == (5,)

@@ -29,7 +29,7 @@ START_DEADLINE = 120.0
 """seconds for the imports of all ranks, on a busy machine"""
 
 
-def run_world(size: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Any]:
+def run_world(size: int, function: Callable[..., Any], *args: Any, deadline: float = 180.0) -> list[Any]:
     """The results of `function(*args)` on ranks 0..size-1, in that order.
 
     Raises RuntimeError with the traceback of every rank that failed, TimeoutError that names the ranks
@@ -129,7 +129,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str])
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=40))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
     pipe.send((True, None))
     while True:
         try:

@@ -5,6 +5,7 @@ import torch
 from helpers.models import VOCAB, random_tokens, small_run
 from helpers.numerics import assert_close
 
+from miras_megatron.model import language_model
 from miras_megatron.model.build import build_model
 from miras_megatron.parallel.mesh import ParallelMesh
 from miras_megatron.training.loss import summed_loss
@@ -108,6 +109,19 @@ def test_losses_are_those_of_the_logits(mesh):
     assert count.item() == mask.sum().item() and count.dtype == torch.int32
     assert_close("total", total, (expected.view(3, 11) * mask).sum(), rtol=1e-12)
     assert_close("core's", model.float()(tokens[:, :-1], tokens[:, 1:], mask), losses, rtol=1e-5)
+
+
+def test_losses_in_blocks_are_the_same(mesh, monkeypatch):
+    """Half a million tokens of a 32K vocabulary must not be held as 64 GB of logits, nor give other gradients."""
+    tokens, results = random_tokens(2, 18), []
+    for at_once in (1 << 25, 2 * VOCAB * 5):
+        monkeypatch.setattr(language_model, "LOGITS_AT_ONCE", at_once)
+        model = _double("m", mesh)
+        losses = model(tokens[:, :-1], tokens[:, 1:])
+        losses.sum().backward()
+        results.append((losses, model.embedding.word_embeddings.weight.grad))
+    assert_close("losses", results[1][0], results[0][0], rtol=1e-12)
+    assert_close("gradient", results[1][1], results[0][1], rtol=1e-12)
 
 
 def test_a_row_without_tokens_that_count_is_zero_not_nan():

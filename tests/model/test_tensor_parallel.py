@@ -38,7 +38,7 @@ def compare(pattern, changes):
         mesh.seed(5)
         part, loss = step(run, mesh)
         if run.parallel.sequence:
-            for name, parameter in part.named_parameters():
+            for parameter in part.parameters():
                 if getattr(parameter, "sequence_parallel", False):
                     dist.all_reduce(parameter.grad, group=mesh.groups.tp)
         differences = {"loss": abs(loss - expected)}
@@ -62,12 +62,10 @@ def _slicer(parameter, mesh):
     ("pattern", "changes"),
     [
         ("mcgwa", {}),
-        (
-            "mcg",
-            {"gates": "channel", "gate_rank": 4, "memory_tokens": 3, "write_persistent": True, "horizon_spread": 4.0},
-        ),
+        ("mcg", {"gates": "channel", "gate_rank": 4, "memory_tokens": 3, "write_persistent": True}),
         ("mcw", {"sequence": True, "tie_embeddings": False}),
-        ("mm", {"rule": "retnet"}),
+        ("m", {"rule": "retnet"}),
+        ("m", {"rule": "yaad", "delta": "constant", "horizon_spread": 4.0, "recompute": True}),
     ],
 )
 def test_two_ranks_are_one_model(pattern, changes):
