@@ -18,13 +18,16 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+Index = dict[str, TensorStorageMetadata]
+"""Tensor name -> its shape, dtype and places in the files."""
 
 FORMAT = 1
 """Version of everything written here; a reader refuses a newer one."""
@@ -86,7 +89,8 @@ def latest_checkpoint(run_dir: Path | str) -> Path | None:
         named = pointer.parent / pointer.read_text(encoding="utf-8").strip()
         if (named / MANIFEST).is_file():
             return named
-    return (complete_checkpoints(run_dir) or [None])[-1]
+    found = complete_checkpoints(run_dir)
+    return found[-1] if found else None
 
 
 def find_checkpoint(path: Path | str, field: str) -> Path:
@@ -107,7 +111,7 @@ def find_checkpoint(path: Path | str, field: str) -> Path:
 
 
 @contextmanager
-def new_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Any) -> Iterator[Path]:
+def new_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
     """A folder to write the checkpoint of `step` into; it gets its name and becomes `latest` when the block ends well.
 
     Every rank enters; `barrier` is called where ranks wait for rank 0. What a killed save left behind is removed.
@@ -182,7 +186,7 @@ def write_manifest(folder: Path, step: int, files: dict[str, dict[str, Any]]) ->
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest. Raises ValueError where it can't be read or is of a newer format."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = int(manifest["format"])
         if not isinstance(manifest["files"], dict):
             raise TypeError("files")
@@ -237,8 +241,8 @@ class _IndexReader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
 
 
-def read_index(folder: Path) -> Metadata:
-    """The index of the tensors. Raises ValueError where it holds anything but tensors' shapes and places.
+def read_index(folder: Path) -> Index:
+    """Tensor name -> shape, dtype and places. Raises ValueError where it holds anything but tensors' shapes and places.
 
     torch reads this file with a plain `pickle.load` and byte objects with `weights_only=False`; so it is read
     here first, through an allow-list, and a checkpoint that holds byte objects at all is refused.
@@ -259,10 +263,11 @@ def read_index(folder: Path) -> Metadata:
         raise _damaged(folder, ".metadata", f"can't be read: {e}") from None
     if not isinstance(index, Metadata):
         raise _damaged(folder, ".metadata", "is no index of tensors")
-    pickled = [name for name, entry in index.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
+    tensors = {k: v for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    pickled = sorted(index.state_dict_metadata.keys() - tensors.keys())
     if pickled:
         raise ValueError(f"{folder}: {pickled[0]} is a pickled object, not a tensor; only tensors are read")
-    return index
+    return tensors
 
 
 def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:

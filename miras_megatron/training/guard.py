@@ -75,7 +75,6 @@ def all_finite(x: Any) -> bool:
 def _first_output(model: nn.Module, rerun: Callable[[], None]) -> Finding:
     """The first module, in the order of computation and the innermost first, that gives what is not finite."""
     found = Finding()
-    probes: dict[str, dict[str, Any]] = {}
 
     def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:

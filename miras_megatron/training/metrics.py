@@ -95,7 +95,7 @@ class RunLog:
             folder.mkdir(parents=True, exist_ok=True)
             for name in ("metrics.jsonl", "validation.jsonl"):
                 drop_after(folder / name, last_step)
-                self._files[name] = open(folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+                self._files[name] = open(folder / name, "a", encoding="utf-8", buffering=1)
             self._board = _open_board(folder / "tb", last_step) if tensorboard else None
 
     def step(self, report: StepReport) -> None:

@@ -1,0 +1,298 @@
+"""What a checkpoint holds, and how a run goes on from one bit for bit.
+
+Sharded, by megatron-core's dist_checkpointing: weights, AdamW's moments and fp32 masters, under the names that any
+layout of ranks understands; and, a rank or a lane each, random states and carried memory states.
+Common (`COMMON`): plain values. Hyperparameters aren't stored: they come from the configuration and the step.
+Files, atomicity and what may be unpickled are `checkpoint_folder`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from torch import nn
+
+from ..config.describe import dump_run
+from ..config.load import load_run
+from ..config.schema import Run, refused_on_resume
+from ..parallel.together import gather_objects
+from .carried import pack_states, unpack_states
+from .checkpoint_folder import (
+    MANIFEST,
+    Index,
+    damaged_files,
+    describe,
+    keep_newest,
+    new_checkpoint,
+    read_index,
+    refuse_damaged,
+    write_atomically,
+    write_manifest,
+)
+from .job import Job
+from .optimizer import make_moments, moment_tensors, put_moments, updates_done
+from .tensor_files import InProcessSave, PlainCommon
+
+COMMON = ("step", "tokens", "updates", "tokenizer", "data", "lanes", "lane_layouts")
+"""Names in common.pt."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: optimizer steps done and tokens read. The data position follows from the step."""
+
+    step: int = 0
+    tokens: int = 0
+
+
+def save_checkpoint(job: Job, progress: Progress) -> Path:
+    """Write the checkpoint of `progress`, make it `latest`, and drop the oldest. A collective call."""
+    run_dir = Path(job.run.run.dir)
+    with new_checkpoint(run_dir, progress.step, job.mesh.rank, _barrier(job)) as folder:
+        parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job) | _common_state(job, progress)
+        dist_checkpointing.save(parts, str(folder), sharded_strategy=InProcessSave())
+        if job.mesh.rank == 0:
+            write_atomically(folder / "config.yaml", dump_run(job.run))
+        _write_manifest(job, folder, progress.step)
+    if job.mesh.rank == 0:
+        keep_newest(run_dir, job.run.checkpoint.keep)
+    return Path(run_dir) / "checkpoints" / f"step_{progress.step:08d}"
+
+
+def load_checkpoint(job: Job, folder: Path) -> Progress:
+    """Put the job where the checkpoint in `folder` stands. A collective call.
+
+    Raises ValueError naming file or field: a damaged file, another configuration, other shapes.
+    """
+    index = _verified_index(job, folder)
+    refuse_other_run(folder, job.run)
+    make_moments(job.optimizer)
+    wanted = _sharded_parts(job)
+    refuse_other_tensors(folder, index, wanted)
+    stored = _load(folder, wanted | _random_templates(job, index) | _lane_templates(job, index))
+    refuse_other_tokenizer(folder, stored["tokenizer"], job)
+    put_weights(job.model, stored["weights"])
+    put_moments(job.optimizer, job.model.sharded_state_dict(), stored["moments"], stored["updates"])
+    _restore_random(job, stored)
+    _restore_lanes(job, stored)
+    if job.feed is not None:
+        job.feed.seek(stored["data"])
+    return Progress(stored["step"], stored["tokens"])
+
+
+def load_weights(job: Job, folder: Path) -> Progress:
+    """Only the weights of the checkpoint in `folder`, for a new run or for generation. A collective call.
+
+    The optimizer's masters are set to them where the job has an optimizer.
+    """
+    index = _verified_index(job, folder)
+    wanted = {"weights": job.model.sharded_state_dict()}
+    refuse_other_tensors(folder, index, wanted)
+    stored = _load(folder, wanted)
+    refuse_other_tokenizer(folder, stored["tokenizer"], job)
+    put_weights(job.model, stored["weights"])
+    if job.optimizer is not None:
+        job.optimizer.reload_model_params()
+    return Progress(stored["step"], stored["tokens"])
+
+
+def saved_run(folder: Path) -> Run:
+    """The configuration a checkpoint was written under. Raises ValueError naming the file."""
+    return load_run([str(folder / "config.yaml")])
+
+
+def refuse_other_run(folder: Path, run: Run) -> None:
+    """Raise ValueError where a field that may not change on resume differs, naming each with both values."""
+    differing = refused_on_resume(saved_run(folder), run)
+    if differing:
+        lines = [f"  {name}: the checkpoint has {was!r}, this run {now!r}" for name, (was, now) in differing.items()]
+        raise ValueError(
+            f"{folder} was written under another configuration; {len(differing)} field(s) differ that may not:\n"
+            + "\n".join(lines)
+            + "\n  put them back, or start a new run in another run.dir (--init-from takes over the weights)"
+        )
+
+
+def refuse_other_tokenizer(folder: Path, digest: str, job: Job) -> None:
+    """Raise ValueError where the checkpoint's weights belong to the ids of another tokenizer."""
+    if digest != job.tokenizer.digest:
+        raise ValueError(
+            f"data.tokenizer = {job.run.data.tokenizer!r}: {folder} was trained with another tokenizer "
+            f"(digest {digest[:12]}, this one {job.tokenizer.digest[:12]}); name the tokenizer it was trained with"
+        )
+
+
+def refuse_other_tensors(folder: Path, index: Index, wanted: dict[str, Any]) -> None:
+    """Raise ValueError where the checkpoint lacks a tensor, or has it in another shape."""
+    problems = []
+    for tensor in _tensors(wanted):
+        entry = index.get(tensor.key)
+        if entry is None:
+            problems.append(f"  {tensor.key}: not in the checkpoint")
+        elif tuple(entry.size) != tuple(tensor.global_shape):
+            problems.append(
+                f"  {tensor.key}: {list(entry.size)} in the checkpoint, {list(tensor.global_shape)} in this run"
+            )
+    if problems:
+        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"{folder} doesn't fit this model:\n" + "\n".join(problems[:5]) + more + "\n  use its config.yaml"
+        )
+
+
+# -- parts -------------------------------------------------------------------------------------------
+
+
+def _sharded_parts(job: Job) -> dict[str, Any]:
+    assert job.optimizer is not None
+    weights = job.model.sharded_state_dict()
+    return {"weights": weights, "moments": moment_tensors(job.optimizer, weights)}
+
+
+def _common_state(job: Job, progress: Progress) -> dict[str, Any]:
+    layouts = {_shard(job): pack_states(state)[0] for state in list(job.carried.lanes.values())[:1]}
+    gathered: dict[str, str] = {}
+    for part in gather_objects(job.mesh, layouts):
+        gathered |= part
+    lanes = sorted({lane for part in gather_objects(job.mesh, sorted(job.carried.lanes)) for lane in part})
+    return {
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "updates": updates_done(job.optimizer),
+        "tokenizer": job.tokenizer.digest,
+        "data": job.feed.position() if job.feed is not None else {},
+        "lanes": lanes,
+        "lane_layouts": gathered,
+    }
+
+
+@torch.no_grad()
+def put_weights(model: nn.Module, stored: dict[str, torch.Tensor]) -> None:
+    """Copy what was read into the parameters; megatron's empty extra states have no tensor and are not among it."""
+    unexpected = model.load_state_dict(stored, strict=False).unexpected_keys
+    assert not unexpected, f"the model has no {unexpected[0]}"
+
+
+def _random_tensors(job: Job) -> dict[str, Any]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    keys = {name: f"random.rank{job.mesh.rank}.{name}" for name in states}
+    return {"random": {name: ShardedTensor.from_rank_offsets(keys[name], x) for name, x in states.items()}}
+
+
+def _random_templates(job: Job, index: Index) -> dict[str, Any]:
+    """This rank's random states, where the checkpoint was written by as many ranks as there are now."""
+    prefix = f"random.rank{job.mesh.rank}."
+    names = [key for key in index if key.startswith("random.rank")]
+    ranks = {key.split(".")[1] for key in names}
+    if len(ranks) != job.mesh.world_size:
+        logger.warning("written by %d ranks, resumed by %d: random states start anew", len(ranks), job.mesh.world_size)
+        return {}
+    return {"random": {key[len(prefix) :]: _template(index, key) for key in names if key.startswith(prefix)}}
+
+
+def _restore_random(job: Job, stored: dict[str, Any]) -> None:
+    random = stored.get("random", {})
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"].cpu())
+    if "cuda" in random and torch.cuda.is_available():
+        torch.cuda.set_rng_state(random["cuda"].cpu())
+
+
+def _shard(job: Job) -> str:
+    """Which part of every lane's state this rank holds."""
+    return f"t{job.mesh.tensor_rank}p{job.mesh.pipeline_rank}"
+
+
+def _lane_tensors(job: Job) -> dict[str, Any]:
+    tensors = {}
+    for lane, state in job.carried.lanes.items():
+        for name, tensor in pack_states(state)[1].items():
+            key = f"lane{lane}.{_shard(job)}.{name}"
+            tensors[key] = ShardedTensor.from_rank_offsets(key, tensor.contiguous())
+    return {"lane_states": tensors} if tensors else {}
+
+
+def _lane_templates(job: Job, index: Index) -> dict[str, Any]:
+    """The states of the lanes this rank reads, whichever rank wrote them; its own part of the heads and layers."""
+    names = [key for key in index if key.startswith("lane")]
+    own = {f"lane{lane}.{_shard(job)}" for lane in _own_lanes(job)}
+    mine = {key: _template(index, key) for key in names if key.rpartition(".")[0] in own}
+    shards = {key.split(".")[1] for key in names}
+    if names and shards != {f"t{t}p{p}" for t in range(job.mesh.tensor) for p in range(job.mesh.pipeline)}:
+        raise ValueError(
+            'data.packing = "ordered": carried states were saved under another parallel.tensor or parallel.pipeline; '
+            "resume with those, or start a new run with --init-from"
+        )
+    return {"lane_states": mine} if mine else {}
+
+
+def _own_lanes(job: Job) -> list[int]:
+    """The lanes that this data-parallel rank reads."""
+    rows, mesh = job.run.training.micro_batch, job.mesh
+    numbers = range(job.run.micro_batches(mesh.world_size))
+    return [(n * mesh.data + mesh.data_rank) * rows + row for n in numbers for row in range(rows)]
+
+
+def _restore_lanes(job: Job, stored: dict[str, Any]) -> None:
+    job.carried.lanes = {}
+    for lane in sorted(set(stored["lanes"]) & set(_own_lanes(job))):
+        prefix = f"lane{lane}.{_shard(job)}."
+        tensors = {k[len(prefix) :]: v for k, v in stored["lane_states"].items() if k.startswith(prefix)}
+        job.carried.lanes[lane] = unpack_states(stored["lane_layouts"][_shard(job)], tensors)
+
+
+def _template(index: Index, key: str) -> ShardedTensor:
+    """An unsharded tensor to read `key` into; every rank may read it."""
+    entry = index[key]
+    return ShardedTensor.from_rank_offsets(key, torch.empty(entry.size, dtype=entry.properties.dtype))
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+def _verified_index(job: Job, folder: Path) -> Index:
+    """The index, after every file was compared with the manifest; ranks share the reading and agree on the answer."""
+    found = damaged_files(folder, job.mesh.rank, job.mesh.world_size)
+    refuse_damaged(folder, [line for part in gather_objects(job.mesh, found) for line in part])
+    return read_index(folder)
+
+
+def _barrier(job: Job) -> Callable[[], None]:
+    return lambda: job.mesh.barrier("saving a checkpoint")
+
+
+def _write_manifest(job: Job, folder: Path, step: int) -> None:
+    mine = {path.name: describe(path) for path in folder.glob(f"__{job.mesh.rank}_*")}
+    gathered = gather_objects(job.mesh, mine)
+    if job.mesh.rank == 0:
+        written = {name: entry for part in gathered for name, entry in part.items()}
+        others = [path for path in folder.iterdir() if path.name not in written and path.name != MANIFEST]
+        write_manifest(folder, step, written | {path.name: describe(path) for path in others})
+
+
+def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    stored: dict[str, Any] = dist_checkpointing.load(
+        wanted, str(folder), common_strategy=PlainCommon(COMMON), validate_access_integrity=False
+    )
+    return stored
+
+
+def _tensors(parts: Any) -> list[ShardedTensor]:
+    if isinstance(parts, ShardedTensor):
+        return [parts]
+    if isinstance(parts, ShardedTensorFactory):
+        return _tensors(parts.build())
+    values = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list) else ()
+    return [tensor for value in values for tensor in _tensors(value)]

@@ -1,0 +1,45 @@
+"""miras-train --dry-run: everything that can be told of a run without training, and without a device."""
+
+from __future__ import annotations
+
+from ..config.check import check_run, find_warnings
+from ..config.schema import Run
+from ..config.sizes import sizes_of
+from .tokenizer import load_tokenizer
+
+
+def describe_run(run: Run, source: str, world_size: int = 1) -> str:
+    """Sizes of `run` on `world_size` ranks. Raises ConfigError with every problem, ValueError for the tokenizer."""
+    check_run(run, source, world_size)
+    vocabulary = run.model.vocab_size or load_tokenizer(run.data.tokenizer).vocab_size
+    sizes = sizes_of(run, vocabulary, world_size)
+    data, tensor, pipeline = run.data_ranks(world_size), run.parallel.tensor, run.parallel.pipeline
+    operations = sizes.flops_per_token
+    rows = {
+        "run": f"{run.run.title} ({source}), would lie in {run.run.dir}",
+        "layers": f"{run.model.letters}, hidden {run.model.hidden}, {run.model.heads} heads, MLP {run.model.ffn_width}",
+        "vocabulary": f"{vocabulary:,} tokens, {run.model.padded_vocab(vocabulary):,} rows",
+        "parameters": f"{sizes.parameters:,}, of which embedding {sizes.embedding_parameters:,}",
+        "state": f"{_bytes(sizes.state_bytes)} a sequence, whatever its length",
+        "ranks": f"{world_size} = {data} data x {tensor} tensor x {pipeline} pipeline",
+        "memory a rank": (
+            f"at least {_bytes(sizes.rank_bytes)}: weights, gradients, AdamW {_bytes(sizes.weights_bytes)}, "
+            f"saved states {_bytes(sizes.saved_state_bytes)}, logits {_bytes(sizes.logits_bytes)}; activations on top"
+        ),
+        "tokens a step": (
+            f"{sizes.tokens_per_step:,} = {run.training.global_batch} rows x {run.data.sequence_length}, "
+            f"{run.micro_batches(world_size)} microbatch(es) of {run.training.micro_batch} a rank"
+        ),
+        "tokens in all": f"{sizes.tokens_per_step * run.training.steps:,} in {run.training.steps:,} steps",
+        "operations": f"{operations:.3g} a token, {operations * sizes.tokens_per_step:.3g} a step",
+    }
+    notes = [f"note: {warning}" for warning in find_warnings(run)]
+    return "\n".join([*(f"{name + ':':<15}{text}" for name, text in rows.items()), *notes])
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,0 +1,176 @@
+"""miras-generate RUN --prompt TEXT: text from a run's checkpoint, streamed with a state of constant size.
+
+RUN is a run folder (its latest checkpoint) or one checkpoint. With --session FILE the state is taken up from FILE
+where it exists and saved there at the end, so that a conversation or a book of any length goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.cpu import core_without_cuda
+from ..config.schema import Parallel
+from ..model.build import build_model
+from ..parallel.mesh import ParallelMesh
+from .checkpoint import load_weights, saved_run
+from .checkpoint_folder import find_checkpoint, read_manifest
+from .job import Job
+from .session import Session
+from .tokenizer import Tokenizer, load_tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 0 when text was written, 2 for something to mend."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        with open_model(Path(options.run)) as opened:
+            _write(opened, options)
+    except ValueError as error:
+        print(f"miras-generate: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A trained model ready to read, and what it is called in session files."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    name: str
+
+
+@contextmanager
+def open_model(path: Path) -> Iterator[OpenedModel]:
+    """The model of a run folder or checkpoint, weights only, whole on this process. Raises ValueError."""
+    folder = find_checkpoint(path, "RUN")
+    run = replace(saved_run(folder), parallel=Parallel())
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    with core_without_cuda(), ParallelMesh(run.parallel) as mesh:
+        mesh.seed(run.training.seed)
+        model = build_model(run, mesh)
+        load_weights(Job(run, mesh, tokenizer, model, model.config), folder)
+        yield OpenedModel(model.eval(), tokenizer, _name(folder))
+
+
+def stream_tokens(
+    model: nn.Module,
+    session: Session,
+    ids: list[int],
+    *,
+    max_new: int,
+    eod: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[int]:
+    """Read `ids` after what the session has read, then give out up to `max_new` tokens; `eod` ends it and isn't given.
+
+    temperature  0 takes the likeliest; top_k 0 draws from all of the vocabulary
+    The last token given out stays in session.pending: whoever goes on reads it first.
+    """
+    logits = session.read(model, ids)
+    for number in range(max_new):
+        token = pick(logits[:vocab_size], temperature, top_k, generator)
+        session.pending = (token,)
+        if token == eod:
+            return
+        yield token
+        if number + 1 < max_new:
+            logits = session.read(model, [])
+
+
+def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
+    """One token from logits [vocab]."""
+    if temperature == 0.0:
+        return int(logits.argmax())
+    logits = logits.cpu().double() / temperature
+    if top_k:
+        kept = logits.topk(min(top_k, len(logits)))
+        return int(kept.indices[torch.multinomial(kept.values.softmax(0), 1, generator=generator)])
+    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+
+
+def _write(opened: OpenedModel, options: argparse.Namespace) -> None:
+    tokenizer, file = opened.tokenizer, options.session
+    known = file is not None and Path(file).exists()
+    device = next(opened.model.parameters()).device
+    session = Session.load(file, opened.name, device) if known else Session()
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    ids = tokenizer.encode(prompt)
+    if not known:
+        ids = [tokenizer.eod, *ids]
+    tokens = stream_tokens(
+        opened.model,
+        session,
+        ids,
+        max_new=options.max_new,
+        eod=tokenizer.eod,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        generator=torch.Generator().manual_seed(options.seed),
+        vocab_size=tokenizer.vocab_size,
+    )
+    decoder = tokenizer.stream()
+    for token in tokens:
+        print(decoder.push(token), end="", flush=True)
+    print(decoder.finish(), flush=True)
+    if file is not None:
+        session.save(file, opened.name)
+
+
+def _name(folder: Path) -> str:
+    """What a session file calls the model: run folder, step, and the digest of the weights' files."""
+    manifest = read_manifest(folder)
+    digests = "".join(entry["sha256"] for name, entry in manifest["files"].items() if name.startswith("__"))
+    return f"{folder.name} {hash_text(digests)}"
+
+
+def hash_text(text: str) -> str:
+    """A short SHA-256 of a text."""
+    import hashlib
+
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miras-generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", help="a run folder or one of its checkpoints")
+    parser.add_argument("--prompt", default="", help='text to go on from; "-" reads it from standard input')
+    parser.add_argument("--max-new", type=_at_least(0), default=200, metavar="N", help="tokens to write at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument(
+        "--top-k", type=_at_least(0), default=0, metavar="K", help="draw from the K likeliest; 0 = from all"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--session", metavar="FILE", help="take up the state from FILE, and save it there")
+    return parser
+
+
+def _at_least(least: int) -> type[int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value}: must be at least {least}")
+        return value
+
+    return number  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""Everything one rank trains with, in one place: built once by `loop`, read by the step, checkpoints and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from ..config.schema import Run
+from ..model.language_model import MemoryLanguageModel
+from ..parallel.mesh import ParallelMesh
+from .carried import CarriedStates
+from .feed import Feed
+from .tokenizer import Tokenizer
+
+
+@dataclass
+class Job:
+    """One rank's part of a run.
+
+    model      the bare MemoryLanguageModel (this stage's layers); `weights` and checkpoints speak of it
+    trained    the same under bf16 conversion and megatron-core's DDP; the schedule calls it. None: only evaluated
+    optimizer  None: only evaluated
+    config     the model's TransformerConfig, in which the schedule finds its hooks
+    feed       step -> microbatches of this rank. None: the job has no data
+    """
+
+    run: Run
+    mesh: ParallelMesh
+    tokenizer: Tokenizer
+    model: MemoryLanguageModel
+    config: Any
+    trained: DistributedDataParallel | None = None
+    optimizer: MegatronOptimizer | None = None
+    feed: Feed | None = None
+    carried: CarriedStates = field(default_factory=CarriedStates)

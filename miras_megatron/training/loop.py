@@ -1,0 +1,170 @@
+"""The story of a run: build, go on from where it stood, step after step, record, evaluate, save, end politely."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ..compat.cpu import core_without_cuda
+from ..config.check import check_run, find_warnings
+from ..config.schema import Run
+from ..config.sizes import train_flops_per_token
+from ..model.build import build_model
+from ..parallel.mesh import ParallelMesh
+from ..parallel.rendezvous import find_rank
+from ..parallel.together import any_rank
+from .checkpoint import Progress, load_checkpoint, load_weights, save_checkpoint
+from .checkpoint_folder import find_checkpoint
+from .evaluate import evaluate, validation_batches
+from .feed import make_feed
+from .job import Job
+from .metrics import RunLog, StepReport, device_peak_tflops
+from .optimizer import make_optimizer, wrap_model
+from .profile import profile_window
+from .run_folder import claim_folder, find_start
+from .step import train_step
+from .stop import listen_for_stop
+from .tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def train(run: Run, source: str) -> int:
+    """Train the run that `source` describes to its last step, or until a signal; the exit code.
+
+    Raises ValueError for what a user can mend, NotANumber where the guard stops the run.
+    """
+    with core_without_cuda(), ParallelMesh(run.parallel, find_rank()) as mesh:
+        check_run(run, source, mesh.world_size)
+        run = with_vocabulary(run)
+        start = find_start(run)
+        job = build_job(run, mesh)
+        progress = begin(job, start)
+        validation = validation_batches(job) if validates(run) else None
+        with open_log(job, progress) as log, listen_for_stop() as stop, profile_window(run, mesh.rank) as profiled:
+            tell_start(log, job, start, progress)
+            while progress.step < run.training.steps:
+                step = progress.step + 1
+                report = train_step(job, step, look_inside=due(step, run.logging.memory_every))
+                progress = Progress(step, progress.tokens + report.tokens)
+                log.step(with_flops(report, job))
+                profiled()
+                asked = any_rank(mesh, stop.signal_name is not None)
+                last = step == run.training.steps
+                if validation is not None and not asked and (last or due(step, run.evaluate.every)):
+                    log.validation(step, evaluate(job, validation))
+                if asked or last or due(step, run.checkpoint.every):
+                    log.say(f"saved {save_checkpoint(job, progress)}")
+                if asked:
+                    log.say(f"stopped by {stop.signal_name or 'a signal'} after step {step}; run again to go on")
+                    return 0
+            log.say(f"done: {progress.step} steps, {progress.tokens} tokens; everything lies in {run.run.dir}")
+    return 0
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens `every` so many steps (0: never) happens at `step`."""
+    return every > 0 and step % every == 0
+
+
+def validates(run: Run) -> bool:
+    """Whether there is anything to validate on."""
+    return run.data.validation is not None or run.data.split_shares[1] > 0
+
+
+def with_vocabulary(run: Run) -> Run:
+    """The run with model.vocab_size filled in from the tokenizer. Raises ValueError where they don't fit."""
+    size = load_tokenizer(run.data.tokenizer).vocab_size
+    given = run.model.vocab_size
+    if given is not None and given < size:
+        raise ValueError(
+            f"model.vocab_size = {given}: data.tokenizer = {run.data.tokenizer!r} has {size} tokens; "
+            f"set it to null or to at least {size}"
+        )
+    return replace(run, model=replace(run.model, vocab_size=given or size))
+
+
+def build_job(run: Run, mesh: ParallelMesh) -> Job:
+    """Model, optimizer and data of this rank. Raises ValueError naming field or file."""
+    refuse_ordered_where_states_cannot_be_carried(run)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data)
+    mesh.seed(run.training.seed)
+    model = build_model(run, mesh)
+    trained = wrap_model(model, model.config)
+    optimizer = make_optimizer(run, trained, model.config)
+    return Job(run, mesh, tokenizer, model, model.config, trained, optimizer, feed)
+
+
+def refuse_ordered_where_states_cannot_be_carried(run: Run) -> None:
+    """Packing "ordered" carries states over steps: they must be of constant size and on one stage."""
+    if run.data.packing != "ordered":
+        return
+    if "a" in run.model.letters:
+        raise ValueError(
+            'data.packing = "ordered": the state of full attention (letter a) grows with the document; '
+            "use letter w (sliding window), or data.packing reset"
+        )
+    if run.parallel.pipeline > 1:
+        raise ValueError(
+            f'data.packing = "ordered" with parallel.pipeline = {run.parallel.pipeline}: rows that start anew and rows '
+            f"that go on are run apart, which needs one stage; set parallel.pipeline to 1, or data.packing to reset"
+        )
+
+
+def begin(job: Job, start: Path | None) -> Progress:
+    """Put the job where it goes on from and claim its folder; the folder is touched only when that went well."""
+    progress = Progress()
+    if start is not None:
+        progress = load_checkpoint(job, start)
+    elif job.run.training.init_from is not None:
+        load_weights(job, find_checkpoint(job.run.training.init_from, "training.init_from"))
+    if job.mesh.is_main:
+        claim_folder(job.run)
+    job.mesh.barrier("claiming run.dir")
+    return progress
+
+
+def with_flops(report: StepReport, job: Job) -> StepReport:
+    """The report with the counted operations a second and their share of the device's peak."""
+    tflops = train_flops_per_token(job.run) * report.tokens_per_s / job.mesh.world_size / 1e12
+    peak = device_peak_tflops(job.run.logging.peak_tflops)
+    return replace(report, tflops=tflops, mfu=tflops / peak if peak is not None else None)
+
+
+@contextmanager
+def open_log(job: Job, progress: Progress) -> Iterator[RunLog]:
+    """The run's records, closed whatever happens."""
+    log = RunLog(
+        Path(job.run.run.dir),
+        last_step=progress.step,
+        steps=job.run.training.steps,
+        every=job.run.logging.every,
+        tensorboard=job.run.logging.tensorboard,
+        writes=job.mesh.is_main,
+    )
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def tell_start(log: RunLog, job: Job, start: Path | None, progress: Progress) -> None:
+    """What runs, where, and from where."""
+    run, mesh = job.run, job.mesh
+    for warning in find_warnings(run):
+        log.say(f"note: {warning}")
+    own = sum(p.numel() for p in job.model.parameters())
+    log.say(
+        f"{run.run.title}: {own:,} parameters a rank, {run.tokens_per_step:,} tokens a step, {mesh.world_size} rank(s) "
+        f"on {mesh.device.type}, {run.training.precision}; records in {run.run.dir}"
+    )
+    if start is not None:
+        log.say(f"goes on from {start} (step {progress.step})")
+    elif run.training.init_from is not None:
+        log.say(f"starts from the weights of {run.training.init_from}")
+    if progress.step >= run.training.steps:
+        log.say(f"nothing left to do: training.steps = {run.training.steps}; raise it to go on")

@@ -1,0 +1,78 @@
+"""miras-train CONFIG [--section.field=value ..] [--resume auto|never|PATH] [--init-from PATH] [--dry-run]
+
+Several ranks: torchrun --nproc-per-node N --no-python miras-train CONFIG. Exit codes: 0 done, or saved after
+SIGTERM or SIGUSR1; 2 something to mend in configuration, data or checkpoint; 3 stopped by the number guard.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from ..config.check import check_run
+from ..config.load import parse_command_line
+from ..config.schema import Run
+from ..parallel.rendezvous import find_rank
+
+SHORT = {"resume": "checkpoint.resume", "init-from": "training.init_from", "init_from": "training.init_from"}
+"""Short names of fields on the command line."""
+
+SWITCHES = {"dry-run": "check the configuration and print sizes, memory a rank and tokens a step; trains nothing"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code; only a fault of this program gives a traceback."""
+    words = expand_short(list(sys.argv[1:] if argv is None else argv))
+    rank = 0
+    try:
+        here = find_rank()
+        rank = here.rank
+        command = parse_command_line(words, prog="miras-train", description=__doc__ or "", switches=SWITCHES)
+        logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s: %(message)s")
+        if command.switches["dry-run"]:
+            from .dry_run import describe_run
+
+            print(describe_run(command.run, command.source, here.world_size), flush=True)
+            return 0
+        check_run(command.run, command.source, here.world_size)
+        return run_training(command.run, command.source)
+    except (ValueError, TimeoutError) as error:
+        return complain(error, rank)
+
+
+def run_training(run: Run, source: str) -> int:
+    """Train; the number guard's stop is an exit code of its own."""
+    from .guard import NotANumber
+    from .loop import train
+
+    try:
+        return train(run, source)
+    except NotANumber as stopped:
+        print(f"miras-train: not a number: {stopped}", file=sys.stderr, flush=True)
+        return 3
+
+
+def complain(error: Exception, rank: int) -> int:
+    """One message, no traceback."""
+    prefix = f"miras-train: rank {rank}: " if rank else "miras-train: "
+    print(prefix + str(error), file=sys.stderr, flush=True)
+    return 2
+
+
+def expand_short(words: list[str]) -> list[str]:
+    """`--resume X` and `--resume=X` as `--checkpoint.resume=X`; the same for the other short names."""
+    result: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in SHORT and (equals or rest):
+            result.append(f"--{SHORT[name]}={value if equals else rest.pop(0)}")
+        else:
+            result.append(word)
+    return result
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

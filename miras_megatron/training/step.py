@@ -1,0 +1,189 @@
+"""One optimizer step: microbatches through megatron-core's schedule, gradients summed, checked, clipped, applied.
+
+The loss is a sum and a count (`calculate_per_token_loss`): core adds both over microbatches and data-parallel ranks
+and divides once, so that a token weighs the same wherever it was read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from ..parallel.together import gather_objects, largest, sum_losses
+from .batch import Batch
+from .guard import Finding, NotANumber, find_first, is_finite, probed
+from .job import Job
+from .loss import summed_loss
+from .metrics import StepReport, peak_gib
+from .optimizer import clip_and_update, gradient_norm, set_rates
+from .schedule import learning_rate
+
+
+def train_step(job: Job, step: int, *, look_inside: bool = False) -> StepReport:
+    """Update `step` (counted from 1). A collective call.
+
+    look_inside  also record the inner loop of every memory layer, on the last microbatch
+    Raises NotANumber where loss or gradient is none and training.on_nan is `stop`; the weights are as before then.
+    """
+    assert job.trained is not None and job.optimizer is not None and job.feed is not None
+    began = time.perf_counter()
+    batches = job.feed.step(step)
+    lr = learning_rate(step, job.run.optimizer, job.run.training.steps)
+    set_rates(job.optimizer, lr, job.run.optimizer)
+    job.trained.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    passed = run_microbatches(job, batches, look_inside=look_inside)
+    loss = mean_loss(job, passed)
+    norm = gradient_norm(job.optimizer)
+    fine = is_finite(loss, norm)
+    if fine:
+        clip_and_update(job.optimizer, norm, job.run.optimizer.clip)
+        for lanes, states in passed.states:
+            job.carried.keep(lanes, states)
+    elif job.run.training.on_nan == "stop":
+        raise NotANumber(_explain(job, batches, step, loss, norm))
+    seconds = time.perf_counter() - began
+    tokens = sum(batch.tokens.numel() for batch in batches) * job.mesh.data
+    return StepReport(
+        step=step,
+        loss=loss,
+        grad_norm=norm,
+        lr=lr,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds,
+        peak_gib=largest(job.mesh, peak_gib()),
+        skipped=not fine,
+        memory=_gather_probes(job, passed.probes) if look_inside else {},
+    )
+
+
+@dataclass
+class Passed:
+    """What the microbatches left behind on this rank.
+
+    sums    float64 [n], added over microbatches; empty off the last stage
+    states  (lanes, states after their rows), where states are carried
+    probes  layer name -> quantity -> value
+    """
+
+    sums: list[Tensor] = field(default_factory=list)
+    states: list[tuple[list[int], Any]] = field(default_factory=list)
+    probes: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+Measure = Callable[[Batch, Tensor], Tensor]
+"""(batch, losses [b, T] in nats) -> float64 [n] sums to report."""
+
+
+def loss_and_count(batch: Batch, losses: Tensor) -> Tensor:
+    """[sum of weighed losses, sum of weights], float64."""
+    weights = batch.loss_mask.double()
+    return torch.stack([(losses.detach().double() * weights).sum(), weights.sum()])
+
+
+def run_microbatches(
+    job: Job,
+    batches: list[Batch],
+    *,
+    training: bool = True,
+    look_inside: bool = False,
+    measure: Measure = loss_and_count,
+) -> Passed:
+    """Run the microbatches through megatron-core's schedule, forward and, where training, backward."""
+    passed = Passed()
+    model = job.trained if job.trained is not None else job.model
+    rows, length = batches[0].tokens.shape
+
+    def forward(numbered: Iterator[tuple[int, Batch]], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        number, batch = next(numbered)
+        probes: dict[str, dict[str, float]] = {}
+        with probed(job.model) if look_inside and number == len(batches) - 1 else nullcontext(probes) as probes:
+            output = _call(job, model, batch, passed)
+        passed.probes |= probes
+        return output, lambda losses: _report(batch, losses, passed, measure)
+
+    schedule: Any = get_forward_backward_func()
+    with nullcontext() if training else torch.no_grad():
+        schedule(
+            forward_step_func=forward,
+            data_iterator=enumerate(batch.to(job.mesh.device) for batch in batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=not training,
+        )
+    return passed
+
+
+def _call(job: Job, model: nn.Module, batch: Batch, passed: Passed) -> Tensor:
+    """The stage's output for one microbatch: losses [b, T] on the last stage, hidden states before it."""
+    if job.run.data.packing != "ordered":
+        output: Tensor = model(batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        return output
+    losses = torch.empty(batch.tokens.shape, device=batch.tokens.device)
+    for rows, states in job.carried.groups(batch):
+        borders = None if batch.cu_seqlens is None else [batch.cu_seqlens[row] for row in rows]
+        part, after = model(
+            batch.tokens[rows], labels=batch.labels[rows], cu_seqlens=borders, states=states, return_states=True
+        )
+        losses = losses.index_put((torch.tensor(rows, device=losses.device),), part)
+        passed.states.append((batch.lanes[rows].tolist(), after))
+    return losses
+
+
+def _report(batch: Batch, losses: Tensor, passed: Passed, measure: Measure) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What the schedule asks of the last stage: (sum to differentiate, count to divide by, whatever else)."""
+    passed.sums.append(measure(batch, losses))
+    total, count = summed_loss(losses, batch.loss_mask)
+    return total, count, {}
+
+
+def mean_loss(job: Job, passed: Passed) -> float:
+    """Nats a token over all ranks and microbatches; the same number on every rank."""
+    here = sum(passed.sums, torch.zeros(2, dtype=torch.float64, device=job.mesh.device))
+    total, count = sum_losses(job.mesh, here).tolist()
+    return float(total / max(count, 1.0))
+
+
+def _explain(job: Job, batches: list[Batch], step: int, loss: float, norm: float) -> str:
+    """Where the numbers went wrong, over all ranks. The failing microbatches run once more, forward only."""
+    here = find_first(job.model, lambda: run_microbatches_again(job, batches))
+    findings: list[Finding] = gather_objects(job.mesh, here)
+    places = [
+        f"{'rank ' + str(rank) + ': ' if job.mesh.world_size > 1 else ''}{finding}"
+        for rank, finding in enumerate(findings)
+        if finding.place
+    ]
+    return (
+        f"step {step}: loss is {loss}, gradient norm is {norm}; the weights are still those of step {step - 1}\n"
+        + "first wrong: "
+        + ("\n".join(places) or "nothing that a second forward pass shows")
+        + "\nway out: a smaller optimizer.lr or memory.lr_max, or training.on_nan=skip"
+    )
+
+
+def run_microbatches_again(job: Job, batches: list[Batch]) -> None:
+    """The forward pass of a step once more, from the same carried states, leaving no trace."""
+    run_microbatches(job, batches, training=False)
+
+
+def _gather_probes(job: Job, here: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Means over the ranks that hold a layer: heads of TP ranks and rows of data-parallel ranks."""
+    collected: dict[str, dict[str, list[float]]] = {}
+    for part in gather_objects(job.mesh, here):
+        for layer, values in part.items():
+            for name, value in values.items():
+                collected.setdefault(layer, {}).setdefault(name, []).append(value)
+    return {
+        layer: {name: sum(values) / len(values) for name, values in quantities.items()}
+        for layer, quantities in sorted(collected.items())
+    }

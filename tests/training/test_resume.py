@@ -1,0 +1,46 @@
+"""A run that was cut and resumed is the run that was never cut, to the last bit."""
+
+import pytest
+import torch
+from helpers.tiny_run import learned, records, tiny_config
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from miras_megatron.training.checkpoint_folder import latest_checkpoint, read_index
+from miras_megatron.training.main import main
+
+
+def stored_tensors(run):
+    """Every tensor of the latest checkpoint, by name."""
+    folder = latest_checkpoint(run)
+    index = read_index(folder)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
+    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+def assert_same_run(one, other):
+    assert learned(one) == learned(other)
+    first, second = stored_tensors(one), stored_tensors(other)
+    assert first.keys() == second.keys()
+    assert [name for name, x in first.items() if not torch.equal(x, second[name])] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__precision": "fp32"},
+        {"training__precision": "bf16"},
+        {"training__precision": "fp32", "data__packing": "ordered", "model__block": "mac"},
+    ],
+    ids=["fp32", "bf16", "ordered"],
+)
+def test_five_and_five_steps_are_ten(tmp_path, changes):
+    """Weights, moments, masters, data position, carried states and random states all go on where they stood."""
+    assert main(tiny_config(tmp_path, "whole", **changes)) == 0
+    cut = {"run__dir": tmp_path / "cut"}
+    assert main(tiny_config(tmp_path, "whole", **changes, **cut, optimizer__decay_steps=10, training__steps=5)) == 0
+    assert len(learned(tmp_path / "cut")) == 5
+    assert main(tiny_config(tmp_path, "whole", **changes, **cut)) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert records(tmp_path / "whole")[-1]["loss"] < records(tmp_path / "whole")[0]["loss"]
