@@ -120,7 +120,7 @@ def read_documents(part: Slice, keys: Keys) -> Iterator[Document]:
                 yield _document(row, keys)
     except _Unfit as fault:
         raise ValueError(f"{part.path}: {fault}") from None
-    except (OSError, EOFError) as error:
+    except OSError as error:
         raise ValueError(f"{part.path}: cannot be read ({error}); is it damaged or cut short?") from None
 
 
@@ -152,7 +152,7 @@ def _text_documents(path: str, keys: Keys) -> Iterator[Document]:
         yield Document(pieces)
         return
     for text in split_text(pieces, separator):
-        yield Document(iter([text]))
+        yield Document(_slices_of(text))
 
 
 def _json_documents(part: Slice, keys: Keys) -> Iterator[Document]:
@@ -194,7 +194,12 @@ def _document(record: dict[str, object], keys: Keys) -> Document:
     for name, text in zip(names, texts, strict=True):
         if not isinstance(text, str):
             raise _Unfit(f"{name!r} is {type(text).__name__}, not text; name another field with --text-key")
-    return Document(iter([str(texts[-1])]), str(texts[0]) if len(texts) == 2 else None)
+    return Document(_slices_of(str(texts[-1])), str(texts[0]) if len(texts) == 2 else None)
+
+
+def _slices_of(text: str, size: int = 1 << 16) -> Iterator[str]:
+    """A text in pieces, so that what is made of a piece is small."""
+    return (text[start : start + size] for start in range(0, len(text), size))
 
 
 def _place(part: Slice, offset: int) -> str:

@@ -11,21 +11,12 @@ PIECE_BYTES = 1 << 20
 
 
 def byte_pieces(path: str) -> Iterator[bytes]:
-    """Decompressed bytes of a file; raises OSError or EOFError where it is damaged or cut short."""
-    name = path.lower()
-    if name.endswith(".zst"):
-        yield from _zst_pieces(path)
-    elif name.endswith(".gz"):
-        with gzip.open(path, "rb") as file:
-            try:
-                while piece := file.read(PIECE_BYTES):
-                    yield piece
-            except zlib.error as error:
-                raise OSError(f"damaged gzip data: {error}") from None
-    else:
-        with open(path, "rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                yield piece
+    """Decompressed bytes of a file; raises ValueError naming it where it is damaged or cut short."""
+    kind = path.lower().rpartition(".")[2]
+    try:
+        yield from {"zst": _zst_pieces, "gz": _gz_pieces}.get(kind, _plain_pieces)(path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); is it damaged or cut short?") from None
 
 
 def lines_of(path: str, first: int, last: int) -> Iterator[tuple[int, bytes]]:
@@ -85,6 +76,18 @@ def _split_lines(pieces: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
         parts.append(rest)
     if joined := b"".join(parts):
         yield offset, joined
+
+
+def _plain_pieces(path: str) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def _gz_pieces(path: str) -> Iterator[bytes]:
+    with gzip.open(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 def _zst_pieces(path: str) -> Iterator[bytes]:

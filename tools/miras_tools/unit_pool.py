@@ -56,7 +56,8 @@ def run_jobs(jobs: Sequence[Job], work: Work, workers: int) -> Iterator[tuple[in
         try:
             while waiting or running:
                 while waiting and len(running) < 2 * workers:
-                    running[pool.submit(_in_worker, job := waiting.pop())] = job.number
+                    job = waiting.pop()
+                    running[pool.submit(_in_worker, job)] = job.number
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         finally:
