@@ -212,7 +212,7 @@ class Data:
     seed: int = 1234
     """seed of the shuffle"""
     workers: int = 0
-    """processes that read ahead; 0 = none"""
+    """threads that prepare batches ahead; 0 = none"""
     cache: str | None = None
     """folder of index files; null = run.dir/cache"""
     needles: Needles | None = None
