@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from ..memory import Rule, scan_memory
+from ..memory import MemoryState, Rule, scan_memory
 
-Scan = Callable[..., tuple]
+Scan = Callable[..., tuple[Tensor, MemoryState]]
 """scan(rule, params, inputs, state, *, chunk_size, cu_seqlens, checkpoint_every) -> (reads, state)"""
 
 BACKENDS: dict[tuple[str, str], Scan] = {}

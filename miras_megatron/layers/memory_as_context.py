@@ -79,7 +79,7 @@ class MemoryAsContext(nn.Module):
         places = None if state is None else [int(p) for p in state["position"]]
         plan = plan_segments(documents, batch, tokens, self.spec.segment, places, return_state)
         features, tail = self._features(x, state, documents, places)
-        walked = None if state is None else {name: state[name] for name in ("lane", "open", "position")}
+        walked = {name: state[name] for name in ("lane", "open", "position")} if state is not None else {}
         inputs = SegmentInputs(features.flatten(0, 1), plan)
         mixed, after = self.core.carry.run(self._walk, inputs, walked)
         y = self.out(mixed.index_select(0, plan.back(batch * tokens).to(x.device)).unflatten(0, (batch, tokens)))
@@ -112,13 +112,13 @@ class MemoryAsContext(nn.Module):
         return (torch.stack(rows) % self.spec.segment).to(x.device)
 
     # -- segment after segment -----------------------------------------------------------------------
-    def _walk(self, inputs: SegmentInputs, state: Tree | None) -> tuple[Tensor, Tree]:
-        """Mixed heads [sum of the groups' tokens, N D] in the plan's order, and the state of every row."""
+    def _walk(self, inputs: SegmentInputs, state: Tree) -> tuple[Tensor, Tree]:
+        """Mixed heads [sum of the groups' tokens, N D] in the plan's order, and the state of every row; `state` is empty at the start."""
         plan = inputs.plan
         order = plan.order.to(inputs.features.device)
         sizes = [len(group.lanes) * group.length for group in plan.groups]
         parts = inputs.features.index_select(0, order).split(sizes)
-        held = LaneStates(plan, state, self.core.start)
+        held = LaneStates(plan, state or None, self.core.start)
         always = self._persistent_keys_values(inputs.features)
         mixed = []
         for group, part in zip(plan.groups, parts, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -25,13 +27,46 @@ class ShortConv(nn.Module):
     def forward(self, x: Tensor, context: Tensor, place: Tensor | None = None) -> Tensor:
         """x [B, T, C]; context [B, taps-1, C] the rows before it; place [B, T] tokens since the document's start.
 
-        Oldest tap first in `weight` [C, taps], as torch's convolutions have it.
+        Oldest tap first in `weight` [C, taps], as torch's convolutions have it. float32 where the weight is.
         """
         if self.weight is None:
             return silu(x)
-        tokens, rows = x.shape[1], torch.cat([context, x], 1)
-        out = x * self.weight[:, -1]
-        for back in range(1, self.context + 1):
-            tap = rows[:, self.context - back : self.context - back + tokens] * self.weight[:, -1 - back]
-            out = out + (tap if place is None else tap * (place >= back).to(x.dtype)[..., None])
-        return silu(out)
+        rows = torch.cat([context, x], 1).to(torch.promote_types(x.dtype, self.weight.dtype))
+        near = None
+        if place is not None:
+            near = (place[..., None] >= torch.arange(self.context + 1, device=place.device)).to(rows.dtype)
+        apply: Any = ShiftedProducts.apply
+        mixed: Tensor = apply(rows, self.weight.to(rows.dtype), near)
+        return silu(mixed)
+
+
+class ShiftedProducts(torch.autograd.Function):
+    """y_t = sum_i near[t, i] w_i rows_{t + taps - 1 - i}: torch's own backward of this makes four padded copies.
+
+    rows [B, T + taps - 1, C]; weight [C, taps], oldest tap first; near [B, T, taps] 0 or 1, tap i back in time, or None
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, near: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight, *([] if near is None else [near]))
+        back = weight.shape[1] - 1
+        tokens = rows.shape[1] - back
+        out = rows[:, back:] * weight[:, back]
+        for i in range(1, back + 1):
+            tap = rows[:, back - i : back - i + tokens]
+            out.addcmul_(tap if near is None else tap * near[..., i : i + 1], weight[:, back - i])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        """drows_{t + taps - 1 - i} += near[t, i] w_i dy_t;  dw_i = sum_t near[t, i] rows_{t + taps - 1 - i} dy_t."""
+        rows, weight, *rest = ctx.saved_tensors
+        back = weight.shape[1] - 1
+        tokens = rows.shape[1] - back
+        d_rows, d_weight = torch.zeros_like(rows), torch.empty_like(weight)
+        for i in range(back + 1):
+            dy = gradients[0] if not rest or i == 0 else gradients[0] * rest[0][..., i : i + 1]
+            tap = slice(back - i, back - i + tokens)
+            d_rows[:, tap].addcmul_(dy, weight[:, back - i])
+            d_weight[:, back - i] = (rows[:, tap] * dy).sum((0, 1))
+        return d_rows, d_weight, None
