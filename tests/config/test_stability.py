@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
-from torch.nn.functional import gelu, layer_norm, silu
+from torch.nn.functional import silu
 
 from miras_megatron.config.load import load_run
 from miras_megatron.config.rule_table import facts_of
 from miras_megatron.config.schema import MEMORY_LETTERS, Memory, Model, Run
 from miras_megatron.config.stability import inner_lr_max, stable_lr
 from miras_megatron.memory import MemoryInputs, Rule, make_rule, scan_memory
+from miras_megatron.memory.curvature import chunk_curvature, stable_rate
 from miras_megatron.memory.state import replace_state
 
 RUNS = sorted((Path(__file__).resolve().parents[2] / "configs/runs").glob("*.yaml"))
@@ -39,26 +39,10 @@ def power_iteration(apply: Callable[[Weights], Weights], start: Weights) -> floa
     return size
 
 
-def gauss_newton(rule: Rule, width: int, keys: Tensor, generator: torch.Generator) -> float:
-    """Top curvature of 1/2 |f(k) - v|^2 over a chunk where f fits: J^T J, whatever the values are."""
-    params = rule.init_params(1, width, generator=generator, dtype=torch.float64)
-    weights = tuple(params[f"weight_{i}"][0] for i in range(rule.depth))
-
-    def read(*matrices: Tensor) -> Tensor:
-        hidden = keys
-        for i, matrix in enumerate(matrices):
-            hidden = (gelu(hidden) if i else hidden) @ matrix.mT
-        return layer_norm(hidden, (width,), eps=1e-5) if rule.layer_norm else hidden
-
-    _, pull = vjp(read, *weights)
-    start = tuple(torch.randn(w.shape, generator=generator, dtype=w.dtype) for w in weights)
-    return power_iteration(lambda v: tuple(pull(jvp(read, weights, v)[1])), start)
-
-
 def one_chunk(rule: Rule, width: int, keys: Tensor, generator: torch.Generator, rate: float) -> float:
     """Top eigenvalue of a chunk's write as a function of the stored variable, by differences through the scan.
 
-    For retention that maps the variable (Moneta's norm), where J^T J of the weights is not the answer.
+    For objectives steeper than l2 and retention that maps the variable, where J^T J is not the answer.
     """
     params = rule.init_params(1, width, generator=generator, dtype=torch.float64)
     values = unit_keys(len(keys), width, len({float(x) for x in keys[:, 0]}) == 1, generator)
@@ -89,7 +73,8 @@ def curvature(rule: Rule, width: int, chunk: int, parallel: bool) -> float:
     generator = torch.Generator().manual_seed(width + chunk)
     keys = unit_keys(chunk, width, parallel, generator)
     if rule.objective == "l2" and rule.retention == "decay":
-        return gauss_newton(rule, width, keys, generator)
+        params = rule.init_params(1, width, generator=generator, dtype=torch.float64)
+        return float(chunk_curvature(rule, params, keys[:, None], steps=ITERATIONS))
     return one_chunk(rule, width, keys, generator, rate=1e-9)
 
 
@@ -97,7 +82,7 @@ def bound(run: Run, parallel: bool) -> float:
     """2 (1 - m) / lambda, measured."""
     rule = make_rule(run.memory.rule, **run.memory.choices)
     momentum = run.memory.momentum_init if rule.momentum else 0.0
-    return 2 * (1 - momentum) / curvature(rule, run.model.head_dim, run.memory.chunk_size, parallel)
+    return stable_rate(curvature(rule, run.model.head_dim, run.memory.chunk_size, parallel), momentum)
 
 
 def memories() -> dict[str, Run]:
