@@ -113,7 +113,10 @@ class MemoryAsContext(nn.Module):
 
     # -- segment after segment -----------------------------------------------------------------------
     def _walk(self, inputs: SegmentInputs, state: Tree) -> tuple[Tensor, Tree]:
-        """Mixed heads [sum of the groups' tokens, N D] in the plan's order, and the state of every row; `state` is empty at the start."""
+        """Mixed heads [sum of the groups' tokens, N D] in the plan's order, and the state of every row.
+
+        `state` is empty at the start.
+        """
         plan = inputs.plan
         order = plan.order.to(inputs.features.device)
         sizes = [len(group.lanes) * group.length for group in plan.groups]
