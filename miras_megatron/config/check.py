@@ -33,6 +33,11 @@ def find_problems(run: Run, world_size: int = 1) -> Problems:
 def find_warnings(run: Run) -> Problems:
     """What will run, but probably not as hoped; one line each."""
     memory, model = run.memory, run.model
+    if run.optimizer.warmup_steps > run.training.steps:
+        yield (
+            f"optimizer.warmup_steps = {run.optimizer.warmup_steps}: longer than training.steps = "
+            f"{run.training.steps}; the learning rate never reaches optimizer.lr"
+        )
     if not MEMORY_LETTERS & set(model.letters):
         return
     bound = stable_lr(run)
@@ -203,11 +208,9 @@ def _needles(run: Run) -> Problems:
 
 
 def _schedule(run: Run) -> Problems:
-    optimizer, steps = run.optimizer, run.training.steps
+    optimizer = run.optimizer
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"
-    if optimizer.warmup_steps > steps:
-        yield f"optimizer.warmup_steps = {optimizer.warmup_steps}: longer than training.steps = {steps}"
     if optimizer.decay_steps is not None and optimizer.decay_steps < 1:
         yield f"optimizer.decay_steps = {optimizer.decay_steps}: must be at least 1, or null"
     if not run.checkpoint.resume:

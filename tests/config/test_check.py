@@ -74,7 +74,6 @@ def test_a_good_run_has_no_problems() -> None:
             "data.tokenizer = 't.json': data.needles are planted",
         ),
         ({"optimizer__min_lr": 1.0}, "optimizer.min_lr = 1.0: above optimizer.lr = 0.001"),
-        ({"optimizer__warmup_steps": 101}, "optimizer.warmup_steps = 101: longer than training.steps = 100"),
         ({"training__steps": 0}, "training.steps = 0: must be above 0"),
     ],
 )
@@ -114,6 +113,7 @@ def test_no_value_breaks_the_check_itself() -> None:
 
 def test_warnings_name_what_will_disappoint() -> None:
     """These run, so they are no errors, but a user should have read them."""
-    run = change(memory__lr_max=0.1, memory__chunk_size=512, memory__horizon=10.0)
-    assert [w.split(" ")[0] for w in find_warnings(run)] == ["memory.lr_max", "memory.chunk_size", "memory.horizon"]
-    assert list(find_warnings(replace(run, model=Model(block="attention")))) == []
+    run = change(memory__lr_max=0.1, memory__chunk_size=512, memory__horizon=10.0, optimizer__warmup_steps=101)
+    named = [warning.split(" ")[0] for warning in find_warnings(run)]
+    assert named == ["optimizer.warmup_steps", "memory.lr_max", "memory.chunk_size", "memory.horizon"]
+    assert list(find_warnings(replace(change(memory__lr_max=0.1), model=Model(block="attention")))) == []
