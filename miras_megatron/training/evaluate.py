@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.schema import Run
+from ..parallel.mesh import ParallelMesh
 from ..parallel.together import sum_losses
 from .batch import Batch
 from .data import Batches, build_batches
@@ -19,12 +21,12 @@ from .step import run_microbatches
 from .tokenizer import ByteTokenizer, Tokenizer
 
 
-def validation_batches(job: Job) -> Batches:
+def validation_batches(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh) -> Batches:
     """This rank's part of the validation rows; the same rows at every validation.
 
     Raises ValueError where data.validation or data.split leaves none.
     """
-    return build_batches(job.run, job.tokenizer, part="validation", rank=job.mesh.data_rank, size=job.mesh.data)
+    return build_batches(run, tokenizer, part="validation", rank=mesh.data_rank, size=mesh.data)
 
 
 def evaluate(job: Job, batches: Batches) -> dict[str, Any]:

@@ -110,9 +110,8 @@ def _write(opened: OpenedModel, options: argparse.Namespace) -> None:
     device = next(opened.model.parameters()).device
     session = Session.load(file, opened.name, device) if known else Session()
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    ids = tokenizer.encode(prompt)
-    if not known:
-        ids = [tokenizer.eod, *ids]
+    # Documents begin with their first token in training; only where there is none does the end of another stand in.
+    ids = tokenizer.encode(prompt) or ([] if session.pending else [tokenizer.eod])
     tokens = stream_tokens(
         opened.model,
         session,

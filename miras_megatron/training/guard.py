@@ -48,7 +48,8 @@ def find_first(model: nn.Module, rerun: Callable[[], None]) -> Finding:
     """
     bad = [name for name, p in model.named_parameters() if not all_finite(p)]
     if bad:
-        return Finding(*_split(bad[0]), details=[f"{len(bad)} parameters are not finite before the step"])
+        place, quantity = _split(bad[0])
+        return Finding(_placed(model, place), quantity, [f"{len(bad)} parameters are not finite before the step"])
     found = _first_output(model, rerun)
     if found.place:
         return found
@@ -79,7 +80,7 @@ def _first_output(model: nn.Module, rerun: Callable[[], None]) -> Finding:
     def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if not found.place and not all_finite(output):
-                found.place, found.quantity = name or "the model", "the output"
+                found.place, found.quantity = _placed(model, name), "the output"
 
         return hook
 
@@ -102,8 +103,9 @@ def _hooked(model: nn.Module, look: Callable[[str], Callable[..., None]]) -> Ite
 
 @contextmanager
 def probed(model: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
-    """Inside, every block that keeps a `probe` fills it: block name -> quantity -> detached value."""
+    """Inside, every block that keeps a `probe` fills it: "layer_3" (or its name) -> quantity -> detached value."""
     blocks = {name: module for name, module in model.named_modules() if hasattr(module, "probe")}
+    blocks = {f"layer_{number}" if (number := layer_of(model, n)) else n: block for n, block in blocks.items()}
     probes: dict[str, dict[str, Any]] = {name: {} for name in blocks}
     for name, block in blocks.items():
         block.probe = probes[name]
@@ -120,6 +122,18 @@ def _probe_lines(name: str, probe: dict[str, Any]) -> list[str]:
     return [f"{name}: {quantity} is {float(value)}" for quantity, value in wrong.items()]
 
 
+def layer_of(model: nn.Module, name: str) -> int | None:
+    """The number, from 1 and over all pipeline stages, of the layer that module `name` is in; None outside layers."""
+    parts = name.split(".")
+    above = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), 0, -1))
+    return next((int(number) for module in above if (number := getattr(module, "layer_number", None))), None)
+
+
+def _placed(model: nn.Module, name: str) -> str:
+    number = layer_of(model, name) if name else None
+    return (name or "the model") + (f" (layer {number})" if number else "")
+
+
 def _split(parameter: str) -> tuple[str, str]:
     place, _, name = parameter.rpartition(".")
-    return place or "the model", f"parameter {name}"
+    return place, f"parameter {name}"

@@ -12,6 +12,7 @@ from ..config.schema import Run
 from ..model.language_model import MemoryLanguageModel
 from ..parallel.mesh import ParallelMesh
 from .carried import CarriedStates
+from .data import Batches
 from .feed import Feed
 from .tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ class Job:
     optimizer  None: only evaluated
     config     the model's TransformerConfig, in which the schedule finds its hooks
     feed       step -> microbatches of this rank. None: the job has no data
+    validation this rank's validation rows. None: there are none
     """
 
     run: Run
@@ -35,4 +37,5 @@ class Job:
     trained: DistributedDataParallel | None = None
     optimizer: MegatronOptimizer | None = None
     feed: Feed | None = None
+    validation: Batches | None = None
     carried: CarriedStates = field(default_factory=CarriedStates)

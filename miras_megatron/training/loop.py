@@ -43,7 +43,6 @@ def train(run: Run, source: str) -> int:
         start = find_start(run)
         job = build_job(run, mesh)
         progress = begin(job, start)
-        validation = validation_batches(job) if validates(run) else None
         with open_log(job, progress) as log, listen_for_stop() as stop, profile_window(run, mesh.rank) as profiled:
             tell_start(log, job, start, progress)
             while progress.step < run.training.steps:
@@ -54,8 +53,8 @@ def train(run: Run, source: str) -> int:
                 profiled()
                 asked = any_rank(mesh, stop.signal_name is not None)
                 last = step == run.training.steps
-                if validation is not None and not asked and (last or due(step, run.evaluate.every)):
-                    log.validation(step, evaluate(job, validation))
+                if job.validation is not None and not asked and (last or due(step, run.evaluate.every)):
+                    log.validation(step, evaluate(job, job.validation))
                 if asked or last or due(step, run.checkpoint.every):
                     log.say(f"saved {save_checkpoint(job, progress)}")
                 if asked:
@@ -92,11 +91,12 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     refuse_ordered_where_states_cannot_be_carried(run)
     tokenizer = load_tokenizer(run.data.tokenizer)
     feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data)
+    validation = validation_batches(run, tokenizer, mesh) if validates(run) else None
     mesh.seed(run.training.seed)
     model = build_model(run, mesh)
     trained = wrap_model(model, model.config)
     optimizer = make_optimizer(run, trained, model.config)
-    return Job(run, mesh, tokenizer, model, model.config, trained, optimizer, feed)
+    return Job(run, mesh, tokenizer, model, model.config, trained, optimizer, feed, validation)
 
 
 def refuse_ordered_where_states_cannot_be_carried(run: Run) -> None:

@@ -1,0 +1,291 @@
+"""What users meet: the commands' output, and one clear message with exit code 2 for everything they can get wrong."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+from helpers.tiny_run import learned, records, tiny_config
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from miras_megatron.training import generate, loop
+from miras_megatron.training.main import expand_short, main
+
+FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "tflops", "mfu", "peak_gib"}
+
+
+def tree(folder):
+    """Every file below `folder` with its bytes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- what a good run shows -----------------------------------------------------------------------------
+
+
+def test_a_run_leaves_what_it_promises(trained_run):
+    """config.yaml, records, checkpoints, TensorBoard with the inner loop of every layer, validation."""
+    steps = records(trained_run)
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(set(r) - {"memory"} == FIELDS for r in steps)
+    assert all(r["tokens"] == 96 and r["tflops"] > 0 and r["peak_gib"] > 0 for r in steps)
+    inner = steps[3]["memory"]
+    assert list(inner) == ["layer_1", "layer_2"]
+    wanted = {
+        "surprise",
+        "state_norm",
+        "momentum_norm",
+        "keep",
+        "momentum",
+        "lr",
+        "inner_loss_before",
+        "inner_loss_after",
+    }
+    assert wanted <= set(inner["layer_1"])
+    board = EventAccumulator(str(trained_run / "tb")).Reload().Tags()["scalars"]
+    assert {"loss/train", "optim/lr", "perf/tokens_per_s", "memory/layer_2/surprise", "loss/val"} <= set(board)
+    (validation,) = records(trained_run, "validation.jsonl")
+    assert validation["step"] == 6 and validation["bits_per_byte"] > 0 and len(validation["by_position"]) == 4
+    assert sorted(p.name for p in (trained_run / "checkpoints").iterdir()) == [
+        "latest",
+        "step_00000003",
+        "step_00000006",
+    ]
+    assert "vocab_size: 257" in (trained_run / "config.yaml").read_text()
+
+
+def test_bits_per_byte_are_the_nats_of_all_tokens_over_the_bytes(trained_run):
+    """The one figure that can be compared over tokenizers; the ends of documents are predicted but are no bytes."""
+    (got,) = records(trained_run, "validation.jsonl")
+    assert got["bytes"] < got["tokens"]
+    assert got["bits_per_byte"] == pytest.approx(got["loss"] * got["tokens"] / got["bytes"] / 0.6931471805599453)
+
+
+def test_the_console_has_a_line_a_step(tmp_path, capsys):
+    """step, loss, gradient norm, learning rate, tokens/s, time left; and at the end where everything lies."""
+    assert main(tiny_config(tmp_path, training__steps=2)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    pattern = r"step [12]/2 \| loss \d\.\d{4} \| grad norm \S+ \| lr \S+ \| \S+ tokens/s \| ETA \d+:\d\d"
+    assert sum(bool(re.fullmatch(pattern, line)) for line in lines) == 2
+    assert str(tmp_path / "run") in lines[-1]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(trained_run, capsys):
+    """Typing the command again must not train on, nor lose anything."""
+    config = str(trained_run / "config.yaml")
+    before = tree(trained_run / "checkpoints")
+    steps = learned(trained_run)
+    assert main([config]) == 0
+    assert "nothing left to do: training.steps = 6" in capsys.readouterr().out
+    assert tree(trained_run / "checkpoints") == before
+    assert learned(trained_run) == steps
+
+
+def test_a_dry_run_shows_sizes_and_writes_nothing(tmp_path, capsys):
+    """What one wants to know before asking for a cluster."""
+    assert main([*tiny_config(tmp_path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for name in ("parameters:", "state:", "memory a rank:", "tokens a step:", "operations:"):
+        assert name in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_resolved_configuration_is_printed(tmp_path, capsys):
+    """Overrides win, wherever they stand."""
+    with pytest.raises(SystemExit) as stop:
+        main(["--training.steps=77", *tiny_config(tmp_path), "--print_config"])
+    assert stop.value.code == 0
+    assert "steps: 77" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
+    """SLURM's time limit must cost no step: exit code 0, a checkpoint, and the next start continues."""
+    step = loop.train_step
+
+    def interrupted(job, number_of_step, **options):
+        if number_of_step == 2:
+            os.kill(os.getpid(), number)
+        return step(job, number_of_step, **options)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    before = signal.getsignal(number)
+    assert main(tiny_config(tmp_path, training__steps=4)) == 0
+    assert f"stopped by {number.name} after step 2" in capsys.readouterr().out
+    assert signal.getsignal(number) is before
+    assert [s for s, _, _ in learned(tmp_path / "run")] == [1, 2]
+    monkeypatch.undo()
+    assert main(tiny_config(tmp_path, training__steps=4)) == 0
+    assert [s for s, _, _ in learned(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_short_names_of_fields():
+    """--resume and --init-from, with a space or an equals sign."""
+    assert expand_short(["a.yaml", "--resume", "never"]) == ["a.yaml", "--checkpoint.resume=never"]
+    assert expand_short(["--init-from=x/y", "--dry-run"]) == ["--training.init_from=x/y", "--dry-run"]
+
+
+def test_the_profile_switch_writes_a_trace(tmp_path):
+    """Where the time goes, without touching the code."""
+    changes = {"logging__profile": "true", "logging__profile_start": 2, "logging__profile_steps": 1}
+    assert main(tiny_config(tmp_path, training__steps=3, **changes)) == 0
+    assert (tmp_path / "run" / "profile" / "rank0.json.gz").stat().st_size > 1000
+
+
+# -- starting from other weights -----------------------------------------------------------------------
+
+
+def test_a_new_run_starts_from_weights_only(trained_run, tmp_path):
+    """The way to longer contexts: weights go along; step, moments and data order begin anew."""
+    changes = {"model__block": "mac", "training__steps": 1, "data__sequence_length": 48, "memory__horizon": 128}
+    changes["optimizer__warmup_steps"] = 0
+    assert main([*tiny_config(tmp_path, "old", **changes), "--init-from", str(trained_run)]) == 0
+    assert main(tiny_config(tmp_path, "new", **changes)) == 0
+    (old,), (new,) = records(tmp_path / "old"), records(tmp_path / "new")
+    assert old["step"] == 1
+    assert old["loss"] < new["loss"] - 0.5
+
+
+def test_weights_of_another_shape_are_refused_by_name(trained_run, tmp_path, capsys):
+    """Half a model loaded would train, badly."""
+    changes = {"model__block": "mac", "model__hidden": 32}
+    assert main([*tiny_config(tmp_path, **changes), "--init-from", str(trained_run)]) == 2
+    error = capsys.readouterr().err
+    assert "embedding.word_embeddings.weight: [320, 16] in the checkpoint, [320, 32] in this run" in error
+    assert not (tmp_path / "run").exists()
+
+
+# -- what users get wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__hiden": 8}, "model.hiden: unknown"),
+        ({"model__hidden": "wide"}, "model.hidden = 'wide': must be"),
+        ({"model__heads": 3}, "model.hidden = 16: not divisible by model.heads = 3"),
+        ({"training__global_batch": 3}, "training.global_batch"),
+        ({"memory__rule": "titan"}, "memory.rule = 'titan': unknown"),
+        ({"data__train": "/nowhere/text"}, "/nowhere/text"),
+        ({"data__tokenizer": "/nowhere/tokenizer.json"}, "data.tokenizer"),
+        ({"model__vocab_size": 100}, "model.vocab_size = 100"),
+        ({"data__split": "100,0,0", "data__validation": "/nowhere/val"}, "data.validation"),
+        ({"checkpoint__resume": "/nowhere/run"}, "checkpoint.resume = /nowhere/run: does not exist"),
+        ({"training__init_from": "/nowhere/run"}, "training.init_from = /nowhere/run: does not exist"),
+        ({"parallel__tensor": 2}, "parallel.tensor"),
+        ({"data__packing": "ordered", "model__block": "attention"}, 'data.packing = "ordered"'),
+    ],
+)
+def test_mistakes_get_one_clear_message(tmp_path, capsys, changes, message):
+    """Field or file, way out, exit code 2, no traceback, nothing written."""
+    assert main(tiny_config(tmp_path, **changes)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_truncated_data_file_is_refused_by_name(tmp_path, capsys):
+    """Reading past the end would train on noise."""
+    argv = tiny_config(tmp_path)
+    data = tmp_path / "text.bin"
+    data.write_bytes(data.read_bytes()[:-100])
+    assert main(argv) == 2
+    assert "text.bin" in capsys.readouterr().err
+
+
+def test_data_of_another_tokenizer_are_refused(tmp_path, capsys):
+    """Ids of one vocabulary mean nothing in another."""
+    from miras_megatron.training.manifest import Manifest, write_manifest
+
+    argv = tiny_config(tmp_path)
+    fields = {"vocab_size": 300, "eod": 299, "appends_eod": True, "dtype": "<u2", "documents": 24, "tokens": 1}
+    write_manifest(
+        tmp_path / "text", Manifest(tokenizer="other.json", tokenizer_digest="0" * 64, text_bytes=1, **fields)
+    )
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert "other.json" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__conv": 0}, "model.conv: the checkpoint has 4, this run 0"),
+        ({"data__seed": 9, "optimizer__beta2": 0.9}, "2 field(s) differ that may not"),
+        ({"checkpoint__resume": "never"}, "holds a run already (config.yaml, metrics.jsonl, checkpoints)"),
+    ],
+)
+def test_the_folder_of_another_run_is_left_alone(trained_run, tmp_path, capsys, changes, message):
+    """Nothing is overwritten: not a byte."""
+    same = {"training__steps": 6, "checkpoint__every": 3, "model__block": "mac", "logging__tensorboard": "true"}
+    argv = tiny_config(trained_run.parent, **same, **changes)
+    before = tree(trained_run)
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+    assert tree(trained_run) == before
+
+
+def test_fields_that_may_change_on_resume_do(trained_run, tmp_path):
+    """More steps, another rate, another rhythm of saving: the same run goes on."""
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(trained_run, copy)
+    argv = [str(copy / "config.yaml"), f"--run.dir={copy}", "--training.steps=7", "--optimizer.lr=0.02"]
+    assert main([*argv, "--resume", str(copy / "checkpoints" / "step_00000003")]) == 0
+    steps = learned(copy)
+    assert [s for s, _, _ in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert steps[:3] == learned(trained_run)[:3]
+    assert records(copy)[3]["lr"] > records(trained_run)[3]["lr"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "config.yaml"])
+def test_a_damaged_checkpoint_is_refused_by_name(trained_run, tmp_path, capsys, name):
+    """A flipped bit in 100 GB must not become a slightly worse model; the message names the earlier one."""
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(trained_run, copy)
+    path = copy / "checkpoints" / "step_00000006" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    before = tree(copy)
+    assert main([str(copy / "config.yaml"), f"--run.dir={copy}", "--training.steps=7"]) == 2
+    error = capsys.readouterr().err
+    assert f"{name} has changed since it was written" in error
+    assert "step_00000003" in error
+    assert tree(copy) == before
+
+
+# -- generation ----------------------------------------------------------------------------------------
+
+
+def test_miras_generate_writes_text_and_repeats_itself_with_a_seed(trained_run, capsys, tmp_path):
+    """What a user sees: the text, the same for the same seed, and a session file that goes on."""
+    options = [str(trained_run), "--prompt", "the ", "--max-new", "12", "--seed", "3", "--top-k", "5"]
+    assert generate.main(options) == 0
+    first = capsys.readouterr().out
+    assert generate.main(options) == 0
+    assert capsys.readouterr().out == first
+    assert first.strip("\n")
+    for _ in range(2):
+        assert generate.main([*options, "--session", str(tmp_path / "session")]) == 0
+    assert (tmp_path / "session").exists()
+
+
+@pytest.mark.parametrize("path", ["nowhere", ""])
+def test_a_run_without_checkpoint_is_refused_by_name(tmp_path, capsys, path):
+    """One message, exit code 2, no traceback."""
+    assert generate.main([str(tmp_path / path), "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("miras-generate: RUN = ")
+    assert "Traceback" not in error
+
+
+def test_a_record_is_plain_json(trained_run):
+    """Any reader in any language."""
+    for line in (trained_run / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
