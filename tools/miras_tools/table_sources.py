@@ -11,7 +11,7 @@ import pyarrow.parquet
 if TYPE_CHECKING:
     from .text_sources import Keys, Slice
 
-ROWS = 256
+ROWS = 32
 """rows decoded at a time"""
 
 
