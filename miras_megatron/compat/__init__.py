@@ -1,1 +1,18 @@
-"""What third parties need to run here: megatron-core without CUDA, NVIDIA's apex where it is installed."""
+"""What third parties need to run here: megatron-core without CUDA, NVIDIA's apex where it is installed.
+
+megatron-core warns at import of every optional package that it does without. No user can or should act on
+that, so those messages, and no others, are silenced as soon as anything of this package is imported.
+"""
+
+import warnings
+
+OPTIONAL = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "absl.logging is not installed",
+    "full scope is deprecated. Use empty cuda_graph",
+)
+"""How the messages begin; the last is about a default of core's own configuration."""
+
+for message in OPTIONAL:
+    warnings.filterwarnings("ignore", message=message)

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from miras_megatron.layers import BlockSpec
 
 from .attention_slot import MixerSlot
+from .mlp import SwiGLU
 from .norm import RMSNorm
 
 
@@ -40,7 +39,6 @@ def block_submodules(letters: str, spec: BlockSpec, seed: int, recompute: bool) 
 
 def layer_spec(letter: str, spec: BlockSpec, seed: int, recompute: bool = False) -> ModuleSpec:
     """One TransformerLayer with the block `letter` in its self-attention slot."""
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=RecomputedLayer if recompute else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -48,7 +46,7 @@ def layer_spec(letter: str, spec: BlockSpec, seed: int, recompute: bool = False)
             self_attention=ModuleSpec(module=MixerSlot, params={"letter": letter, "spec": spec, "seed": seed}),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=SwiGLU,
             mlp_bda=get_bias_dropout_add,
         ),
     )

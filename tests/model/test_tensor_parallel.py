@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models import random_tokens, small_run
+from helpers.numerics import assert_close
 from helpers.worlds import run_world
 
 from miras_megatron.compat.cpu import core_without_cuda
@@ -77,3 +78,58 @@ def test_two_ranks_are_one_model(pattern, changes):
         worst = max(differences, key=differences.get)
         assert differences[worst] < 1e-9, f"{worst}: {differences[worst]:.1e}"
         assert halves > 4 * len(pattern)
+
+
+def three_steps(changes):
+    """Loss and gradient norm of three steps of core's schedule, DDP and AdamW on a model of every block."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    run, seen = small_run("mcgwa", **changes), []
+
+    def forward(batches, model):
+        tokens = next(batches)
+        return model(tokens[:, :-1], labels=tokens[:, 1:]), report
+
+    def report(losses):
+        total, count = summed_loss(losses)
+        seen.append((total / count).item())
+        return total, count, {}
+
+    with core_without_cuda(), ParallelMesh(run.parallel, device="cpu") as mesh:
+        mesh.seed(5)
+        model = build_model(run, mesh)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        trained = DistributedDataParallel(model.config, ddp_config, model)
+        model.config.finalize_model_grads_func = finalize_model_grads
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0), [trained], use_gloo_process_groups=False
+        )
+        norms = []
+        for _ in range(3):
+            trained.zero_grad_buffer()
+            optimizer.zero_grad()
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(random_tokens(4, 21).split(2)),
+                model=[trained],
+                num_microbatches=2,
+                seq_length=20,
+                micro_batch_size=2,
+                forward_only=False,
+            )
+            norms.append(optimizer.step()[1])
+    return torch.tensor(seen), torch.tensor(norms)
+
+
+def test_megatrons_optimizer_sees_one_model():
+    """core counts a weight in its gradient norm once or once a rank by our marks; wrong marks clip another model.
+
+    float32, three AdamW steps, with sequence parallelism and without it.
+    """
+    (losses, norms), _ = run_world(2, three_steps, {})
+    for sequence in (False, True):
+        for other_losses, other_norms in run_world(2, three_steps, {"tensor": 2, "sequence": sequence}):
+            assert_close("losses", other_losses, losses, rtol=1e-5)
+            assert_close("gradient norms", other_norms, norms, rtol=1e-5)
