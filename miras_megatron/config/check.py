@@ -187,7 +187,7 @@ def _needles(run: Run) -> Problems:
     for name in ("rows", "long_rows"):
         if not 0 <= getattr(needles, name) <= 1:
             yield f"data.needles.{name} = {getattr(needles, name)}: a share, 0 to 1"
-    for name in ("per_row", "key_bytes", "long_factor"):
+    for name in ("per_row", "questions", "key_bytes", "long_factor"):
         if getattr(needles, name) < 1:
             yield f"data.needles.{name} = {getattr(needles, name)}: must be at least 1"
     letters = needles.alphabet
@@ -199,7 +199,9 @@ def _needles(run: Run) -> Problems:
         yield f"data.tokenizer = {data.tokenizer!r}: data.needles are planted in bytes; set bytes, or needles: null"
     if any(length < 1 for length in run.evaluate.needle_lengths):
         yield f"evaluate.needle_lengths = {run.evaluate.needle_lengths}: each must be at least 1 training row"
-    planted = 2 * needles.per_row * (len(needles.marker.encode()) + needles.key_bytes + 1)
+    if needles.answer_weight <= 0:
+        yield f"data.needles.answer_weight = {needles.answer_weight}: must be above 0"
+    planted = (1 + needles.questions) * needles.per_row * (len(needles.marker.encode()) + needles.key_bytes + 1)
     if planted > data.sequence_length:
         yield (
             f"data.needles.per_row = {needles.per_row}: needles and questions take {planted} tokens of "

@@ -183,6 +183,10 @@ class Needles:
     """needles a row of data.sequence_length tokens"""
     marker: str = "@"
     """text that opens a needle and, later, its question"""
+    questions: int = 1
+    """times each needle is asked for in its row"""
+    answer_weight: float = 1.0
+    """weight of an answer in the loss; other tokens have 1, keys and values told for the first time 0"""
     key_bytes: int = 2
     """length of a key, bytes; lower-case letters"""
     alphabet: str = "0123456789"
