@@ -8,6 +8,7 @@ Also: a pytree of states as named tensors and a line of JSON, the form in which 
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .batch import Batch
+
+
+logger = logging.getLogger(__name__)
 
 
 class CarriedStates:
@@ -26,15 +30,14 @@ class CarriedStates:
     def groups(self, batch: Batch) -> list[tuple[list[int], Any]]:
         """The rows of `batch` that start fresh, and those that go on: (row numbers, states or None) each, none empty.
 
-        Raises ValueError where a lane goes on from a state that isn't here.
+        A lane whose state isn't here (the step before was skipped as not a number) starts fresh, and says so.
         """
         lanes, reset = batch.lanes.tolist(), batch.reset.tolist()
-        fresh = [row for row, restarts in enumerate(reset) if restarts]
-        going_on = [row for row, restarts in enumerate(reset) if not restarts]
-        lost = [lanes[row] for row in going_on if lanes[row] not in self.lanes]
+        going_on = [row for row, lane in enumerate(lanes) if not reset[row] and lane in self.lanes]
+        fresh = [row for row in range(len(lanes)) if row not in going_on]
+        lost = [lanes[row] for row in fresh if not reset[row]]
         if lost:
-            reason = f"lane {lost[0]} goes on inside a document, but its state is not here"
-            raise ValueError(f'data.packing = "ordered": {reason}; start a new run with --init-from')
+            logger.warning("lanes %s go on inside a document without their state: they start afresh", lost)
         groups: list[tuple[list[int], Any]] = [(fresh, None)] if fresh else []
         return groups + ([(going_on, join_rows([self.lanes[lanes[row]] for row in going_on]))] if going_on else [])
 

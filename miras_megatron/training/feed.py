@@ -75,7 +75,7 @@ def make_feed(run: Run, tokenizer: Tokenizer, *, rank: int, ranks: int, plant: R
 
 
 def long_sizes(run: Run, ranks: int) -> tuple[int, int]:
-    """Rows of a microbatch and microbatches of a step, on a rank, where rows are long: about the usual tokens a step."""
+    """Rows of a microbatch and microbatches of a step, on a rank, where rows are long: about the usual tokens."""
     assert run.data.needles is not None
     micro = max(run.training.micro_batch // run.data.needles.long_factor, 1)
     rows = max(run.training.global_batch // run.data.needles.long_factor // ranks, 1)

@@ -46,11 +46,11 @@ def find_first(model: nn.Module, rerun: Callable[[], None]) -> Finding:
     rerun   runs the step's microbatches forward again, without gradients
     Looks, in this order, at parameters, at the outputs of modules in the order they are computed, and at gradients.
     """
+    found = _first_output(model, rerun)  # with several stages every rank must run it
     bad = [name for name, p in model.named_parameters() if not all_finite(p)]
     if bad:
         place, quantity = _split(bad[0])
         return Finding(_placed(model, place), quantity, [f"{len(bad)} parameters are not finite before the step"])
-    found = _first_output(model, rerun)
     if found.place:
         return found
     bad = [name for name, p in model.named_parameters() if not all_finite(getattr(p, "main_grad", p.grad))]

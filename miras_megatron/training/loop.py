@@ -22,6 +22,7 @@ from .evaluate import evaluate, validation_batches
 from .feed import make_feed
 from .job import Job
 from .metrics import RunLog, StepReport, device_peak_tflops
+from .needles import plant_needles
 from .optimizer import make_optimizer, wrap_model
 from .profile import profile_window
 from .run_folder import claim_folder, find_start
@@ -90,7 +91,8 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     """Model, optimizer and data of this rank. Raises ValueError naming field or file."""
     refuse_ordered_where_states_cannot_be_carried(run)
     tokenizer = load_tokenizer(run.data.tokenizer)
-    feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data)
+    plant = plant_needles(run.data.needles) if run.data.needles is not None else None
+    feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data, plant=plant)
     validation = validation_batches(run, tokenizer, mesh) if validates(run) else None
     mesh.seed(run.training.seed)
     model = build_model(run, mesh)

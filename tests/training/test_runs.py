@@ -1,8 +1,10 @@
 """Whole runs under the switches that papers' tables, users and accidents turn."""
 
 import os
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from helpers.tiny_run import learned, records, tiny_config
 from helpers.worlds import run_world
 
@@ -96,8 +98,11 @@ def _die_at_step_4(argv):
 
 
 def train_here(argv):
-    """One rank's part of a run."""
-    return main(argv)
+    """One rank's part of a run, as torchrun would start it."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with mock.patch.dict(os.environ, torchrun):
+        return main(argv)
 
 
 def test_two_data_parallel_ranks_resume_bit_for_bit_and_learn_what_one_does(tmp_path):
@@ -124,3 +129,18 @@ def test_carried_states_follow_their_lanes_over_ranks(tmp_path):
     assert run_world(2, train_here, tiny_config(tmp_path, "cut", **cut)) == [0, 0]
     assert run_world(2, train_here, tiny_config(tmp_path, "cut", **ordered)) == [0, 0]
     assert learned(tmp_path / "cut") == learned(tmp_path / "two")
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_a_checkpoint_goes_on_under_another_layout(tmp_path, layout):
+    """Clusters change under a long run: whole tensors are stored, so two ranks' checkpoint is one rank's too."""
+    steps = {"model__block": "mac", "training__steps": 4}
+    assert main(tiny_config(tmp_path, "one", **steps)) == 0
+    cut = steps | {"training__steps": 2, "optimizer__decay_steps": 4, f"parallel__{layout}": 2}
+    assert run_world(2, train_here, tiny_config(tmp_path, "cut", **cut)) == [0, 0]
+    assert main(tiny_config(tmp_path, "cut", **steps)) == 0
+    for (_, loss, norm), (_, one_loss, one_norm) in zip(
+        learned(tmp_path / "cut"), learned(tmp_path / "one"), strict=True
+    ):
+        assert loss == pytest.approx(one_loss, rel=1e-4)
+        assert norm == pytest.approx(one_norm, rel=1e-3)
