@@ -165,10 +165,12 @@ def test_token_by_token_equals_one_pass(name: str) -> None:
     assert_same(outcome(_in_pieces(range(1, 9)), case), outcome(scan_memory, case))
 
 
-@pytest.mark.parametrize("name", ["titans", "memora", "yaad_window"])
+@pytest.mark.parametrize(
+    "name", [n if n in ("titans", "memora") else pytest.param(n, marks=pytest.mark.full) for n in ALL_RULES]
+)
 def test_a_sequence_may_be_cut_anywhere(name: str) -> None:
     """Context parallelism and streaming rest on this: going on from a handed-over state equals never having stopped."""
-    case = make_case(FEW[name], 100, 16, batch=1, heads=1)
+    case = make_case(ALL_RULES[name], 100, 16, batch=1, heads=1, head_dim=3)
     with torch.no_grad():
         want, end = scan_memory(case.rule, case.params, case.inputs, case.state, 16)
         for cut in range(1, 100):
@@ -188,12 +190,12 @@ def test_gradients_pass_through_a_cut(name: str, cut: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ALL_RULES)
-def test_gradients_pass_through_every_cut(name: str) -> None:
-    """Every rule, every split point of 100 tokens."""
+def test_gradients_pass_through_many_cuts(name: str) -> None:
+    """Every rule and option, cut once at each place of a chunk and at both ends, and at many places at once."""
     case = make_case(ALL_RULES[name], 100, 16, batch=1, heads=1, head_dim=3)
     want = outcome(scan_memory, case)
-    for cut in range(1, 100):
-        assert_same(outcome(_in_pieces([cut]), case), want)
+    for cuts in ([1], *([cut] for cut in range(40, 56)), [99], [7, 8, 31, 33, 64]):
+        assert_same(outcome(_in_pieces(cuts), case), want)
 
 
 @pytest.mark.parametrize("name", RULES)
