@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from .batch import Batch
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -1,0 +1,59 @@
+"""Validation by hand: nats, tokens, bytes, and where in the row they are."""
+
+import math
+
+import pytest
+import torch
+from helpers.tiny_run import tiny_config
+
+from miras_megatron.compat.cpu import core_without_cuda
+from miras_megatron.config.load import load_run
+from miras_megatron.parallel.mesh import ParallelMesh
+from miras_megatron.training.batch import Batch
+from miras_megatron.training.evaluate import count_bytes, evaluate, measure
+from miras_megatron.training.loop import build_job, with_vocabulary
+from miras_megatron.training.tokenizer import ByteTokenizer, train_bpe
+
+
+def batch_of(labels, mask):
+    labels, mask = torch.tensor(labels), torch.tensor(mask)
+    nothing = torch.zeros(len(labels), dtype=torch.int64)
+    return Batch(labels, labels, mask, None, nothing == 0, nothing, nothing)
+
+
+def test_sums_by_position():
+    """A ragged row of five in two buckets: the first has three positions, a masked token counts nowhere."""
+    batch = batch_of([[97, 98, 256, 99, 100], [97, 97, 97, 97, 256]], [[1.0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    losses = torch.tensor([[1.0, 2, 3, 4, 100], [1, 1, 1, 1, 1]])
+    got = measure(batch, losses, ByteTokenizer(), 2).tolist()
+    assert got == [15.0, 9.0, 7.0, 1 + 2 + 3 + 3, 4 + 2, 6.0, 3.0]
+
+
+def test_without_buckets_nothing_is_said_of_positions():
+    """0 turns it off."""
+    batch = batch_of([[97, 98]], [[1.0, 1.0]])
+    assert measure(batch, torch.ones(1, 2), ByteTokenizer(), 0).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_bytes_of_a_learned_vocabulary_are_those_of_the_text(tmp_path):
+    """Bits per byte are comparable over tokenizers only if the bytes are the text's, not the tokens'."""
+    text = "the memory keeps what surprises it — même en français"
+    tokenizer = train_bpe(iter([text] * 20), 300, tmp_path / "tokenizer.json")
+    ids = tokenizer.encode(text)
+    assert len(ids) < len(text.encode())
+    assert count_bytes(tokenizer, torch.tensor([*ids, tokenizer.eod])) == len(text.encode())
+    assert count_bytes(ByteTokenizer(), torch.tensor([*text.encode(), 256])) == len(text.encode())
+
+
+def test_an_untrained_model_knows_nothing(tmp_path):
+    """Uniform over 257 symbols, at every place: what a wrong mask, label shift or unit would break."""
+    run = with_vocabulary(load_run(tiny_config(tmp_path)))
+    with core_without_cuda(), ParallelMesh(run.parallel) as mesh:
+        job = build_job(run, mesh)
+        got = evaluate(job, job.validation)
+        assert evaluate(job, job.validation) == got
+        assert all(p.grad is None or not p.grad.any() for p in job.model.parameters())
+    rows = math.log(job.model.vocab_size)
+    assert got["loss"] == pytest.approx(rows, rel=0.02)
+    assert got["by_position"] == pytest.approx([rows] * 4, rel=0.05)
+    assert 0 < got["tokens"] <= 96
