@@ -61,6 +61,9 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
 
+    def _set_attention_backend(self) -> None:
+        """Nothing: core would set environment variables for an attention that is not used here."""
+
     def _make_output_layer(self) -> ColumnParallelLinear:
         return ColumnParallelLinear(
             self.config.hidden_size,

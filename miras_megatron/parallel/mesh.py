@@ -56,7 +56,7 @@ class ParallelMesh:
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
             _start_world(self.info, self.device, self._timeout)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size, self._barriers = dist.get_rank(), dist.get_world_size(), 0
         try:
             _check_sizes(parallel, self.world_size)
             self._build_groups(parallel)
@@ -105,15 +105,24 @@ class ParallelMesh:
 
     # -- together ----------------------------------------------------------------------------------
     def barrier(self, what: str) -> None:
-        """Wait until every rank has come here. `what` names the place in the message of the TimeoutError."""
-        work = dist.barrier(async_op=True)
+        """Wait until every rank has come here; `what` names the place.
+
+        Raises TimeoutError that names the ranks that did not come. After it the groups are of no more use.
+        """
+        store = STORES.distributed_c10d._get_default_store()
+        self._barriers += 1
+        store.set(f"barrier_{self._barriers}_{self.rank}", what)
         try:
-            work.wait(self._timeout)
+            dist.barrier(async_op=True).wait(self._timeout)
         except RuntimeError as error:
-            seconds = self._timeout.total_seconds()
+            missing = [r for r in range(self.world_size) if not store.check([f"barrier_{self._barriers}_{r}"])]
             raise TimeoutError(
-                f"rank {self.rank} ({self.coordinates}) waited {seconds:.0f} s for all ranks at: {what}"
+                f"rank {self.rank} ({self.coordinates}) waited at: {what}; not there after "
+                f"{self._timeout.total_seconds():.0f} s, or dead: ranks {_shorten(missing) or 'that came and left'}"
             ) from error
+        if self._barriers > 1:
+            # Everybody is past the barrier before this one, so nobody will ask for its mark any more.
+            store.delete_key(f"barrier_{self._barriers - 1}_{self.rank}")
 
     def seed(self, seed: int) -> None:
         """Seed every generator of this rank: python, numpy, torch, and core's tracker of named random states.

@@ -1,6 +1,9 @@
 """ParallelMesh: the right groups, built once, and messages that name who is missing."""
 
 import datetime
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -71,3 +74,30 @@ def test_a_meeting_place_nobody_keeps_is_named():
     info = RankInfo(rank=1, world_size=2, host="127.0.0.1", port=9, launcher="slurm")
     with pytest.raises(TimeoutError, match=r"rank 1 could not reach the meeting place 127\.0\.0\.1:9 \(slurm\)"):
         ParallelMesh(info=info, device="cpu", timeout=1.0)
+
+
+def test_ranks_meet_at_the_first_ones_store():
+    """Without torchrun's agent rank 0 keeps the store itself; both must end up in the same one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    patience = datetime.timedelta(seconds=60)
+    infos = [RankInfo(rank=rank, world_size=2, port=port, launcher="slurm") for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda info: mesh_module._meet(info, patience), infos)
+    first.set("word", "heard")
+    assert second.get("word") == b"heard"
+
+
+def come_late():
+    mesh = ParallelMesh(device="cpu", timeout=3)
+    mesh.barrier("both")
+    if mesh.rank == 0:
+        mesh.barrier("saving")
+    time.sleep(4)
+
+
+def test_who_does_not_come_to_a_barrier_is_named():
+    """A run of a thousand ranks that hangs at a checkpoint must say which of them to look at."""
+    with pytest.raises(RuntimeError, match=r"rank 0 \(dp0 .* waited at: saving; not there after 3 s.*ranks 1\n"):
+        run_world(2, come_late)
