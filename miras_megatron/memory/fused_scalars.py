@@ -1,7 +1,10 @@
 """The gates' part of the hand-written scan: b, f, G and the end weights of many tiles at once, and their gradient.
 
-Everything is c x c or smaller. With P_a, P_m the products of keep and momentum (gate_products), index 0 the start:
-    B = P_a[1:, 1:] P_m[1:, :]      f = B[:, 0]      G = B[:, 1:] diag(r)      n = P_m[c, 1:] r
+A matrix's state is r stacked matrices, [W; S] with momentum (r = 2) and [W] without (r = 1), so that a tile is
+    z_t = sum_r read[t, r] R_r h_t + sum_i G[t, i] V_i (X_i . h_t)          R' = carry R + [end_0 . V | end_1 . V]^T X
+With P_a, P_m the products of keep and momentum (gate_products), index 0 the start, everything is c x c or smaller:
+    B = P_a[1:, 1:] P_m[1:, :]      b = P_a[1:, 0]      f = B[:, 0]      G = B[:, 1:] diag(r)
+    read = (b, f)      carry = ((b_c, f_c), (0, e_c)) with e = P_m[:, 0]      end = (G[c, :], P_m[c, 1:] r)
 """
 
 from __future__ import annotations
@@ -15,79 +18,77 @@ from .gate_products import gate_gradient, log_products
 
 
 @dataclass
-class Scalars:
-    """One matrix's weights of J tiles of c tokens, [n, J, ...], n = batch x heads.
+class TileScalars:
+    """One matrix's weights in one tile: read [n, c, r], write G [n, c, c], carry [n, r, r], end [n, c, r].
 
-    keep b [n, J, c]; start f [n, J, c]; write G [n, J, c, c]; momentum_keep e_c [n, J]; momentum_write n [n, J, c]
-    keeps, momenta: the products they came from, [n, J, c+1, c+1]; momenta None without momentum
+    The same fields hold their gradients; n = batch x heads.
     """
 
-    keep: Tensor
-    start: Tensor | None
+    read: Tensor
     write: Tensor
-    momentum_keep: Tensor | None
-    momentum_write: Tensor | None
+    carry: Tensor
+    end: Tensor
+
+
+@dataclass
+class Scalars:
+    """The fields of TileScalars for J tiles, [n, J, ...], and what they came from.
+
+    keeps, momenta: products of gates [n, J, c+1, c+1], momenta None without momentum; lr [n, J, c]
+    """
+
+    read: Tensor
+    write: Tensor
+    carry: Tensor
+    end: Tensor
     keeps: Tensor
     momenta: Tensor | None
     lr: Tensor
 
-    def tile(self, j: int) -> TileScalars:
-        """The weights of tile j, rows as columns [n, c, 1] where they scale tokens."""
-
-        def column(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[:, j].unsqueeze(-1)
-
-        keep = column(self.keep)
-        assert keep is not None
-        end = None if self.momentum_keep is None else self.momentum_keep[:, j, None, None]
-        return TileScalars(keep, column(self.start), self.write[:, j], end, column(self.momentum_write))
-
-
-@dataclass
-class TileScalars:
-    """b, f [n, c, 1], G [n, c, c], e_c [n, 1, 1], n [n, c, 1] of one tile; the same fields hold their gradients."""
-
-    keep: Tensor
-    start: Tensor | None
-    write: Tensor
-    momentum_keep: Tensor | None
-    momentum_write: Tensor | None
+    def tiles(self) -> list[TileScalars]:
+        """The weights of each tile."""
+        fields = (self.read.unbind(1), self.write.unbind(1), self.carry.unbind(1), self.end.unbind(1))
+        return [TileScalars(*one) for one in zip(*fields, strict=True)]
 
 
 def tile_scalars(log_keep: Tensor | None, momentum: Tensor | None, lr: Tensor) -> Scalars:
     """Scalars of J tiles from gates [n, J, c]; log_keep None keeps everything, momentum None has none."""
     size = lr.shape[-1] + 1
     keeps = lr.new_ones(*lr.shape[:2], size, size).tril_() if log_keep is None else log_products(log_keep)
-    inner = keeps[..., 1:, 1:]
+    inner, keep = keeps[..., 1:, 1:], keeps[..., 1:, 0]
     if momentum is None:
-        return Scalars(keeps[..., 1:, 0], None, inner * lr.unsqueeze(-2), None, None, keeps, None, lr)
+        write = inner * lr.unsqueeze(-2)
+        read = keep.unsqueeze(-1)
+        return Scalars(read, write, read[..., -1:, :], write[..., -1, :, None], keeps, None, lr)
     momenta = log_products(momentum.log())
     both = inner @ momenta[..., 1:, :]
-    end = momenta[..., -1, :]
     write = both[..., 1:] * lr.unsqueeze(-2)
-    return Scalars(keeps[..., 1:, 0], both[..., 0], write, end[..., 0], end[..., 1:] * lr, keeps, momenta, lr)
+    read = torch.stack((keep, both[..., 0]), -1)
+    left = momenta[..., -1, 0]
+    last = torch.stack((torch.zeros_like(left), left), -1)
+    end = torch.stack((write[..., -1, :], momenta[..., -1, 1:] * lr), -1)
+    return Scalars(read, write, torch.stack((read[..., -1, :], last), -2), end, keeps, momenta, lr)
 
 
 def scalars_backward(scalars: Scalars, grads: list[TileScalars]) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dlog_keep, dmomentum, dlr) [n, J, c] from the gradients of each tile's weights."""
-    dkeep = torch.stack([g.keep.squeeze(-1) for g in grads], 1)
-    dwrite = torch.stack([g.write for g in grads], 1)
+    dread, dwrite = torch.stack([g.read for g in grads], 1), torch.stack([g.write for g in grads], 1)
+    dcarry, dend = torch.stack([g.carry for g in grads], 1), torch.stack([g.end for g in grads], 1)
+    dread[..., -1, :] += dcarry[..., 0, :]
+    dwrite[..., -1, :] += dend[..., 0]
     inner, momenta, lr = scalars.keeps[..., 1:, 1:], scalars.momenta, scalars.lr.unsqueeze(-2)
     dkeeps = torch.zeros_like(scalars.keeps)
-    dkeeps[..., 1:, 0] = dkeep
+    dkeeps[..., 1:, 0] = dread[..., 0]
     if momenta is None:
         dkeeps[..., 1:, 1:] = dwrite * lr
         return _log_gradient(scalars.keeps, dkeeps), None, (dwrite * inner).sum(-2)
-    dstart = torch.stack([g.start.squeeze(-1) for g in grads if g.start is not None], 1)
-    dend = torch.stack([g.momentum_keep[:, 0, 0] for g in grads if g.momentum_keep is not None], 1)
-    dlast = torch.stack([g.momentum_write.squeeze(-1) for g in grads if g.momentum_write is not None], 1)
-    dboth = torch.cat([dstart.unsqueeze(-1), dwrite * lr], -1)
-    dkeeps[..., 1:, 1:] = dboth @ momenta[..., 1:, :].transpose(-1, -2)
+    dboth = torch.cat([dread[..., 1:], dwrite * lr], -1)
+    dkeeps[..., 1:, 1:] = dboth @ momenta[..., 1:, :].mT
     dmomenta = torch.zeros_like(momenta)
-    dmomenta[..., 1:, :] = inner.transpose(-1, -2) @ dboth
-    dmomenta[..., -1, 1:] += dlast * scalars.lr
-    dmomenta[..., -1, 0] += dend
-    dlr = (dwrite * (inner @ momenta[..., 1:, 1:])).sum(-2) + dlast * momenta[..., -1, 1:]
+    dmomenta[..., 1:, :] = inner.mT @ dboth
+    dmomenta[..., -1, 0] += dcarry[..., 1, 1]
+    dmomenta[..., -1, 1:] += dend[..., 1] * scalars.lr
+    dlr = (dwrite * (inner @ momenta[..., 1:, 1:])).sum(-2) + dend[..., 1] * momenta[..., -1, 1:]
     return _log_gradient(scalars.keeps, dkeeps), gate_gradient(momenta, dmomenta), dlr
 
 

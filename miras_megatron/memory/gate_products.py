@@ -7,6 +7,7 @@ exactly 0 and cumulative logs far below -200 give zeros, never NaN; its gradient
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ from torch import Tensor
 
 LOG_FLOOR = {torch.float32: -60.0, torch.float64: -600.0}
 """Products below exp(this) count as 0: at most 1e-26 of the diagonal."""
+LEAST = {dtype: math.exp(floor) * (1.0 + 1e-4) for dtype, floor in LOG_FLOOR.items()}
+"""exp(floor) and a rounding more"""
 
 
 def log_products(log_gate: Tensor) -> Tensor:
     """P by summed logs: log_gate [..., T] -> [..., T+1, T+1]; entry (t, j) is exp(sum of logs j+1..t), 0 above."""
-    size = log_gate.shape[-1] + 1
-    steps = torch.nn.functional.pad(log_gate, (1, 0)).unsqueeze(-1)
-    below = torch.ones(size, size, dtype=torch.bool, device=log_gate.device).tril(-1)
-    sums = torch.where(below, steps, torch.zeros_like(steps)).cumsum(-2)
+    floor, size = LOG_FLOOR[log_gate.dtype], log_gate.shape[-1] + 1
+    ones = log_gate.new_ones(size, size)
+    # the sums are a matrix product, in which an infinity times 0 would be NaN: a gate of 0 is one below the floor
+    steps = torch.nn.functional.pad(log_gate.clamp_min(2.0 * floor), (1, 0)).unsqueeze(-1)
+    sums = ones.tril() @ (steps * ones.tril(-1))
     # what underflows is 0 at once: subnormal numbers would slow every product that meets them tenfold
-    return sums.masked_fill_(sums < LOG_FLOOR[sums.dtype], -torch.inf).exp_().tril_()
+    products = torch.threshold_(sums.clamp_min_(floor).exp_(), LEAST[sums.dtype], 0.0)
+    return products.mul_(ones.tril_())
 
 
 def gate_gradient(products: Tensor, grad: Tensor) -> Tensor:

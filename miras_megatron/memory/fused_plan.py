@@ -1,0 +1,104 @@
+"""How one call of the hand-written scan is walked: spans of tiles, and its flat arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .fused_tile import Affine
+from .rules import Rule
+
+TILE = 64
+"""Tokens walked at once; never semantic."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tokens start..stop-1; whether the tile opens and whether it ends its chunk."""
+
+    start: int
+    stop: int
+    opens: bool
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rule, its spans of tiles, and what the flat arguments hold."""
+
+    rule: Rule
+    spans: tuple[tuple[Tile, ...], ...]
+    depth: int
+    has_delta: bool
+    has_norm: bool
+    has_keep: tuple[bool, ...]
+    leaves_anchor: bool
+
+
+def plan_tiles(length: int, phase: int, chunk_size: int, every: int) -> tuple[tuple[Tile, ...], ...]:
+    """The spans of `length` tokens that begin `phase` tokens inside a chunk."""
+    spans: list[tuple[Tile, ...]] = []
+    tiles: list[Tile] = []
+    start = 0
+    while start < length:
+        at = (phase + start) % chunk_size
+        stop = min(length, start + chunk_size - at, start + TILE)
+        tiles.append(Tile(start, stop, at == 0, at + stop - start == chunk_size))
+        start = stop
+        if tiles[-1].ends and (phase + stop) % (chunk_size * every) == 0:
+            spans.append(tuple(tiles))
+            tiles = []
+    return (*spans, tuple(tiles)) if tiles else tuple(spans)
+
+
+@dataclass
+class Arguments:
+    """The Function's flat tensors [n, ...] by name; the same class carries their gradients.
+
+    key, query [n, T, F]; target, delta [n, T, D]; the LN's [n, 1, D]; gates per matrix (log_keep, momentum, lr) [n, T];
+    weights, momenta, anchor: per matrix [n, out, in]
+    """
+
+    key: Any
+    query: Any
+    target: Any
+    delta: Any
+    norm_weight: Any
+    norm_bias: Any
+    gates: list[tuple[Any, Any, Any]]
+    weights: list[Any]
+    momenta: list[Any]
+    anchor: list[Any]
+
+    @classmethod
+    def unpack(cls, plan: Plan, flat: Sequence[Any]) -> Arguments:
+        items = iter(flat)
+        key, query, target = next(items), next(items), next(items)
+        delta = next(items) if plan.has_delta else None
+        weight, bias = (next(items), next(items)) if plan.has_norm else (None, None)
+        momentum = plan.rule.momentum
+        gates = []
+        for has_keep in plan.has_keep:
+            log_keep = next(items) if has_keep else None
+            gates.append((log_keep, next(items) if momentum else None, next(items)))
+        weights = [next(items) for _ in range(plan.depth)]
+        momenta = [next(items) for _ in range(plan.depth if momentum else 0)]
+        return cls(key, query, target, delta, weight, bias, gates, weights, momenta, list(items))
+
+    def pack(self) -> tuple[Any, ...]:
+        head = [self.key, self.query, self.target]
+        head += [x for x in (self.delta, self.norm_weight, self.norm_bias) if x is not None]
+        gates = [x for gate in self.gates for x in gate if x is not None]
+        return (*head, *gates, *self.weights, *self.momenta, *self.anchor)
+
+    def affine(self) -> Affine | None:
+        return None if self.norm_weight is None else Affine(self.norm_weight, self.norm_bias)
+
+
+def same_gates(left: tuple[Tensor | None, ...], right: tuple[Tensor | None, ...]) -> bool:
+    """Whether two matrices share their gates, so that their scalars are computed once."""
+    pairs = zip(left, right, strict=True)
+    return all(a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr()) for a, b in pairs)
