@@ -31,7 +31,7 @@ $(READY): pyproject.toml requirements-cpu.lock
 	@touch $(READY)
 
 run: $(READY)
-	$(BIN)/python -m miras_tools.quickstart
+	$(BIN)/python -m miras_megatron.training.quickstart
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ from .rule_table import RuleFacts, facts_of
 from .schema import Run
 
 LAYER_NORM_CURVATURE = {1: 0.3, 2: 2.0, 3: 6.0, 4: 10.0}
-"""depth -> lambda over (chunk x 4 head width): LN divides by the small spread of what it gets, hence the width."""
+"""depth -> lambda over (chunk x 4 head width; hidden width above expansion 4): LN divides by a small spread."""
 PLAIN_CURVATURE = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
 """depth -> lambda over chunk, without LN."""
 WIDE_INPUT_CURVATURE = 2.0
@@ -52,6 +52,6 @@ def _curvature(facts: RuleFacts, run: Run) -> float:
     if facts.layer_norm:
         if run.memory.init == "unit" or (run.memory.init == "wide_input" and facts.depth == 1):
             return sharp * UNIT_CURVATURE[facts.depth]
-        return sharp * LAYER_NORM_CURVATURE[facts.depth] * 4 * run.model.head_dim
+        return sharp * LAYER_NORM_CURVATURE[facts.depth] * max(facts.expansion, 4) * run.model.head_dim
     wide = run.memory.init == "wide_input" and facts.depth > 1
     return sharp * (WIDE_INPUT_CURVATURE * run.model.head_dim if wide else PLAIN_CURVATURE[facts.depth])
