@@ -50,7 +50,18 @@ def compare(pattern, changes):
             differences[name] = ((parameter.grad - mine(gradients[name])).abs().max() / scale).item()
         assert differences.keys() - {"loss"} == weights.keys()
         halves = sum(p.tensor_model_parallel for _, p in part.named_parameters() if hasattr(p, "tensor_model_parallel"))
+        differences["stream"] = stream(part)
     return differences, halves
+
+
+@torch.no_grad()
+def stream(model):
+    """How far logits in three cuts are from those in one pass, on ranks that hold a part of every state."""
+    tokens, states, parts = random_tokens(2, TOKENS), None, []
+    for cut in tokens.split([8, 2, 12], dim=1):
+        logits, states = model(cut, states=states, return_states=True)
+        parts.append(logits)
+    return (torch.cat(parts, 1) - model(tokens)).abs().max().item()
 
 
 def _slicer(parameter, mesh):
