@@ -39,6 +39,7 @@ from .checkpoint_folder import (
 )
 from .job import Job
 from .optimizer import make_moments, moment_tensors, put_moments, updates_done
+from .run_folder import stored_form
 from .tensor_files import InProcessSave, PlainCommon
 
 COMMON = ("step", "tokens", "updates", "tokenizer", "data", "lanes", "lane_layouts")
@@ -62,7 +63,7 @@ def save_checkpoint(job: Job, progress: Progress) -> Path:
         parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job) | _common_state(job, progress)
         dist_checkpointing.save(parts, str(folder), sharded_strategy=InProcessSave())
         if job.mesh.rank == 0:
-            write_atomically(folder / "config.yaml", dump_run(job.run))
+            write_atomically(folder / "config.yaml", dump_run(stored_form(job.run)))
         _write_manifest(job, folder, progress.step)
     if job.mesh.rank == 0:
         keep_newest(run_dir, job.run.checkpoint.keep)

@@ -119,7 +119,8 @@ def new_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[
     folder = folder_of(run_dir)
     part, target = folder / f".{name_of(step)}.part", folder / name_of(step)
     if rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
+        for left_behind in folder.glob(".step_*"):
+            shutil.rmtree(left_behind)
         part.mkdir(parents=True)
     barrier()
     yield part

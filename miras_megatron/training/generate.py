@@ -24,6 +24,7 @@ from ..parallel.mesh import ParallelMesh
 from .checkpoint import load_weights, saved_run
 from .checkpoint_folder import find_checkpoint, read_manifest
 from .job import Job
+from .main import said_by_us
 from .session import Session
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open_model(Path(options.run)) as opened:
             _write(opened, options)
     except ValueError as error:
+        if not said_by_us(error):
+            raise
         print(f"miras-generate: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
@@ -80,14 +83,15 @@ def stream_tokens(
     """Read `ids` after what the session has read, then give out up to `max_new` tokens; `eod` ends it and isn't given.
 
     temperature  0 takes the likeliest; top_k 0 draws from all of the vocabulary
-    The last token given out stays in session.pending: whoever goes on reads it first.
+    The last token given out stays in session.pending: whoever goes on reads it first. The eod isn't read: whoever
+    goes on after it goes on in the same document.
     """
     logits = session.read(model, ids)
     for number in range(max_new):
         token = pick(logits[:vocab_size], temperature, top_k, generator)
-        session.pending = (token,)
         if token == eod:
             return
+        session.pending = (token,)
         yield token
         if number + 1 < max_new:
             logits = session.read(model, [])
@@ -111,7 +115,7 @@ def _write(opened: OpenedModel, options: argparse.Namespace) -> None:
     session = Session.load(file, opened.name, device) if known else Session()
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     # Documents begin with their first token in training; only where there is none does the end of another stand in.
-    ids = tokenizer.encode(prompt) or ([] if session.pending else [tokenizer.eod])
+    ids = tokenizer.encode(prompt) or ([] if known else [tokenizer.eod])
     tokens = stream_tokens(
         opened.model,
         session,

@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_run(command.run, command.source, here.world_size)
         return run_training(command.run, command.source)
     except (ValueError, TimeoutError) as error:
+        if not said_by_us(error):
+            raise
         return complain(error, rank)
 
 
@@ -51,6 +53,14 @@ def run_training(run: Run, source: str) -> int:
     except NotANumber as stopped:
         print(f"miras-train: not a number: {stopped}", file=sys.stderr, flush=True)
         return 3
+
+
+def said_by_us(error: BaseException) -> bool:
+    """Whether one of our packages raised `error`, so that it speaks to the user; a library's ValueError doesn't."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("miras_")
 
 
 def complain(error: Exception, rank: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ..config.describe import dump_run
@@ -40,9 +41,14 @@ def claim_folder(run: Run) -> None:
     folder = Path(run.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.yaml", dump_run(run))
+        write_atomically(folder / "config.yaml", dump_run(stored_form(run)))
     except OSError as e:
         raise ValueError(f"run.dir = {folder}: can't be written ({e.strerror or e}); choose another folder") from None
+
+
+def stored_form(run: Run) -> Run:
+    """The run as its folder and its checkpoints keep it: started from there again it goes on from the latest."""
+    return replace(run, checkpoint=replace(run.checkpoint, resume="auto"))
 
 
 def _refuse_another(folder: Path, run: Run) -> None:

@@ -119,6 +119,15 @@ def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch,
     assert [s for s, _, _ in learned(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+def test_an_error_of_a_library_keeps_its_traceback(tmp_path, monkeypatch):
+    """A ValueError out of torch is no message to a user; hidden, nobody could mend it."""
+    import torch
+
+    monkeypatch.setattr(loop, "train_step", lambda *args, **options: torch.optim.AdamW([], lr=-1.0))
+    with pytest.raises(ValueError, match="learning rate"):
+        main(tiny_config(tmp_path))
+
+
 def test_short_names_of_fields():
     """--resume and --init-from, with a space or an equals sign."""
     assert expand_short(["a.yaml", "--resume", "never"]) == ["a.yaml", "--checkpoint.resume=never"]
@@ -239,6 +248,8 @@ def test_fields_that_may_change_on_resume_do(trained_run, tmp_path):
     assert [s for s, _, _ in steps] == [1, 2, 3, 4, 5, 6, 7]
     assert steps[:3] == learned(trained_run)[:3]
     assert records(copy)[3]["lr"] > records(trained_run)[3]["lr"]
+    assert main([str(copy / "config.yaml"), "--training.steps=8"]) == 0
+    assert [s for s, _, _ in learned(copy)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "config.yaml"])
