@@ -13,9 +13,11 @@ missed, ends all ranks of that world, and the next call starts new ones. Nobody 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -25,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-START_DEADLINE = 120.0
+START_DEADLINE = 240.0
 """seconds for the imports of all ranks, on a busy machine"""
 
 
@@ -41,7 +43,7 @@ def run_world(size: int, function: Callable[..., Any], *args: Any, deadline: flo
     try:
         return world.run(function, args, deadline)
     except BaseException:
-        _WORLDS.pop(size).close()
+        _WORLDS.pop(size).close(patience=0.0)
         raise
 
 
@@ -96,15 +98,18 @@ class World:
         self.ranks[rank].join(5)
         return self.ranks[rank].exitcode
 
-    def close(self) -> None:
-        """End every rank: kindly if it waits for work, else by force."""
+    def close(self, patience: float = 20.0) -> None:
+        """End every rank and all that it started (core's checkpoints start a process): by force after `patience` s."""
         for pipe in self.pipes:
             pipe.close()
+        end = time.monotonic() + patience
         for process in self.ranks:
-            process.join(3)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(max(0.0, end - time.monotonic()))
+        for process in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
         self.folder.cleanup()
 
 
@@ -120,6 +125,7 @@ def close_worlds() -> None:
 
 def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str]) -> None:
     """A rank's life: join the group, then answer calls until the pipe closes."""
+    os.setpgrp()
     sys.path[:] = path
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import datetime
