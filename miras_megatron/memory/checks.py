@@ -63,7 +63,7 @@ def _shape_problems(rule: Rule, inputs: MemoryInputs, name: str) -> Iterator[str
             yield f"{name}: one tensor for all memory layers, not a tuple"
             return
         if len(gate) != rule.depth:
-            yield f"{name}: {len(gate)} tensors for a memory of {rule.depth} matrices; give one a matrix, or one for all"
+            yield f"{name}: {len(gate)} tensors for a memory of {rule.depth} matrices; one a matrix, or one for all"
             return
     for layer in range(rule.depth if name in rule.layered_gates else 1):
         one = gate_of_layer(gate, layer)

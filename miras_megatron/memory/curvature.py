@@ -16,6 +16,7 @@ from .retention import link
 from .rules import Rule
 
 
+@torch.enable_grad()
 def chunk_curvature(rule: Rule, params: dict[str, Tensor], keys: Tensor, steps: int = 30) -> Tensor:
     """lambda_max of sum_j J_j^T J_j, J_j = d net(k_j) / d W, at the rule's start weights, by power iteration.
 
@@ -30,13 +31,17 @@ def chunk_curvature(rule: Rule, params: dict[str, Tensor], keys: Tensor, steps: 
     probe = torch.zeros_like(out).requires_grad_()
     pulled = torch.autograd.grad(out, weights, probe, create_graph=True)
     vector = [torch.randn(w.shape, generator=torch.Generator().manual_seed(0), dtype=w.dtype) for w in weights]
-    size = torch.ones(rule.depth, dtype=torch.float64)
     for _ in range(steps):
-        size = sum(v.square().sum((0, 2, 3)) for v in vector).sqrt()
+        size = _norm(vector)
         vector = [v / size[None, :, None, None] for v in vector]
         (pushed,) = torch.autograd.grad(pulled, probe, vector, retain_graph=True)
         vector = list(torch.autograd.grad(out, weights, pushed, retain_graph=True))
-    return sum(v.square().sum((0, 2, 3)) for v in vector).sqrt()
+    return _norm(vector)
+
+
+def _norm(vector: list[Tensor]) -> Tensor:
+    """[N], over all matrices of a head; each [1, N, out, in]."""
+    return torch.stack([v.square().sum((0, 2, 3)) for v in vector]).sum(0).sqrt()
 
 
 def stable_rate(curvature: float, momentum: float = 0.0) -> float:

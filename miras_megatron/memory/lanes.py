@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,21 +70,31 @@ def scan_lanes(
     """
     batch, length = inputs.q.shape[:2]
     flat = inputs.map(lambda x: x.reshape(batch * length, *x.shape[2:]))
-    pieces, places, ends = [], [], {}
+    pieces: list[Tensor] = []
+    places: list[Tensor] = []
+    ends: dict[int, tuple[MemoryState, int]] = {}
     for group in _groups(cuts, state):
         current = _start_states(group, state, fresh)
         for done, size, count in _stretches(group):
             running = group[:count]
             starts = torch.tensor([lane.row * length + lane.start + done for lane in running])
             index = (starts[:, None] + torch.arange(size)).to(inputs.q.device)
-            current = current.map(lambda x, count=count: x[:count])
-            reads, current = scan(flat.map(lambda x, index=index: x[index]), current)
+            current = current.map(partial(_first, count=count))
+            reads, current = scan(flat.map(partial(_picked, index=index)), current)
             pieces.append(reads.flatten(0, 1))
             places.append(index.flatten())
             ends |= {lane.row: (current, i) for i, lane in enumerate(running) if lane.last and done + size == lane.left}
     order = torch.argsort(torch.cat(places))
     reads = torch.cat(pieces).index_select(0, order).unflatten(0, (batch, length))
     return reads, join_rows([ends[row][0].rows(torch.tensor([ends[row][1]])) for row in range(batch)])
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    return x[:count]
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    return x[index]
 
 
 def _groups(cuts: list[list[int]], state: MemoryState) -> list[list[Lane]]:

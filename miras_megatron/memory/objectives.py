@@ -1,4 +1,4 @@
-"""Attentional biases: what the inner loop minimises, as the error signal g = dl/d(prediction) (Miras, attentional bias).
+"""Attentional biases: what the inner loop minimises, as the error signal g = dl/d(prediction) (Miras).
 
 Normalised so that gradients are continuous: l2 = 1/2 ||e||^2, l_p = (1/p) ||e||_p^p; the papers'
 factors 2 and p are absorbed by the rate. All tensors are [..., D], e = prediction - target.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from .rules import Rule
 
 SMOOTHING = 1e-6
 
-Signal = Callable[[Rule, Tensor, Tensor, "Tensor | None"], Tensor]
-Pullback = Callable[[Rule, Tensor, Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor, Tensor | None]"]
+Delta = Any
+"""A Tensor where the objective has a threshold, else None."""
+Pulled = tuple[Tensor, Tensor, Tensor | None]
+Signal = Callable[[Rule, Tensor, Tensor, Delta], Tensor]
+Pullback = Callable[[Rule, Tensor, Tensor, Tensor, Delta], Pulled]
 
 
 @dataclass(frozen=True)
@@ -33,29 +37,29 @@ class Objective:
     pullback: Pullback
 
 
-def _dot(rule: Rule, e: Tensor, target: Tensor, delta: Tensor | None) -> Tensor:
+def _dot(rule: Rule, e: Tensor, target: Tensor, delta: Delta) -> Tensor:
     return -target
 
 
-def _dot_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | None):
+def _dot_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Delta) -> Pulled:
     return torch.zeros_like(dg), -dg, None
 
 
-def _l2(rule: Rule, e: Tensor, target: Tensor, delta: Tensor | None) -> Tensor:
+def _l2(rule: Rule, e: Tensor, target: Tensor, delta: Delta) -> Tensor:
     return e
 
 
-def _l2_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | None):
+def _l2_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Delta) -> Pulled:
     return dg, torch.zeros_like(dg), None
 
 
-def _lp(rule: Rule, e: Tensor, target: Tensor, delta: Tensor | None) -> Tensor:
+def _lp(rule: Rule, e: Tensor, target: Tensor, delta: Delta) -> Tensor:
     if rule.p == 2.0:
         return e
     return torch.tanh(rule.sharpness * e) * (e * e + SMOOTHING) ** ((rule.p - 1.0) / 2.0)
 
 
-def _lp_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | None):
+def _lp_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Delta) -> Pulled:
     if rule.p == 2.0:
         return dg, torch.zeros_like(dg), None
     sign, square, power = torch.tanh(rule.sharpness * e), e * e + SMOOTHING, (rule.p - 1.0) / 2.0
@@ -63,11 +67,11 @@ def _lp_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | 
     return dg * slope, torch.zeros_like(dg), None
 
 
-def _huber_coordinate(rule: Rule, e: Tensor, target: Tensor, delta: Tensor | None) -> Tensor:
+def _huber_coordinate(rule: Rule, e: Tensor, target: Tensor, delta: Delta) -> Tensor:
     return torch.where(e.abs() <= delta, e, delta * torch.sign(e))
 
 
-def _huber_coordinate_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | None):
+def _huber_coordinate_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Delta) -> Pulled:
     small = e.abs() <= delta
     zero = torch.zeros_like(dg)
     return torch.where(small, dg, zero), zero, torch.where(small, zero, dg * torch.sign(e))
@@ -90,32 +94,32 @@ def _unit_back(du: Tensor, e: Tensor) -> Tensor:
     return torch.where(norm > 0, (du - unit * (du * unit).sum(-1, keepdim=True)) / safe, torch.zeros_like(du))
 
 
-def _huber_norm(rule: Rule, e: Tensor, target: Tensor, delta: Tensor | None) -> Tensor:
+def _huber_norm(rule: Rule, e: Tensor, target: Tensor, delta: Delta) -> Tensor:
     return torch.where(_norm(e) <= delta, e, delta * _unit(e))
 
 
-def _huber_norm_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | None):
+def _huber_norm_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Delta) -> Pulled:
     small, zero = _norm(e) <= delta, torch.zeros_like(dg)
     outer = torch.where(small, zero, dg)
     return torch.where(small, dg, zero) + _unit_back(outer * delta, e), zero, outer * _unit(e)
 
 
-def _huber_mixed(rule: Rule, e: Tensor, target: Tensor, delta: Tensor | None) -> Tensor:
+def _huber_mixed(rule: Rule, e: Tensor, target: Tensor, delta: Delta) -> Tensor:
     return torch.where(_norm(e) <= delta, e, delta * torch.tanh(rule.sharpness * e))
 
 
-def _huber_mixed_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | None):
+def _huber_mixed_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Delta) -> Pulled:
     small, zero = _norm(e) <= delta, torch.zeros_like(dg)
     sign = torch.tanh(rule.sharpness * e)
     steep = delta * rule.sharpness * (1.0 - sign * sign)
     return torch.where(small, dg, dg * steep), zero, torch.where(small, zero, dg * sign)
 
 
-def _value_shift(rule: Rule, e: Tensor, target: Tensor, delta: Tensor | None) -> Tensor:
+def _value_shift(rule: Rule, e: Tensor, target: Tensor, delta: Delta) -> Tensor:
     return e + delta * _unit(e)
 
 
-def _value_shift_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Tensor | None):
+def _value_shift_back(rule: Rule, dg: Tensor, e: Tensor, target: Tensor, delta: Delta) -> Pulled:
     return dg + _unit_back(dg * delta, e), torch.zeros_like(dg), dg * _unit(e)
 
 

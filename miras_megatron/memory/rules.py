@@ -269,7 +269,7 @@ def _problems(rule: Rule) -> list[str]:
     )
     refuse(
         rule.newton_schulz != "off" and not rule.momentum,
-        f"newton_schulz = {rule.newton_schulz!r} with momentum = False: it orthogonalises the momentum; set momentum=True",
+        f"newton_schulz = {rule.newton_schulz!r} with momentum = False: it acts on the momentum; set momentum=True",
     )
     refuse(
         rule.two_rates and rule.window != 2,
@@ -313,7 +313,8 @@ def _exact_gradient_problems(rule: Rule) -> list[str]:
 
 def _matrix(name: str, **choices: Any) -> Rule:
     """A plain matrix memory W z, started from zero."""
-    return Rule(**{"name": name, "depth": 1, "residual": False, "layer_norm": False, "init": "zeros"} | choices)
+    plain: dict[str, Any] = {"depth": 1, "residual": False, "layer_norm": False, "init": "zeros"}
+    return Rule(name=name, **plain | choices)
 
 
 RULES: dict[str, Rule] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,10 +51,12 @@ class Tokens:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
         """The same tokens with `change` applied to every tensor."""
-        gates = [
-            replace(g, **{f.name: change(x) for f in fields(g) if isinstance(x := getattr(g, f.name), Tensor)})
-            for g in self.gates
-        ]
+        gates = []
+        for gate in self.gates:
+            own: dict[str, Any] = {
+                f.name: change(x) for f in fields(gate) if isinstance(x := getattr(gate, f.name), Tensor)
+            }
+            gates.append(replace(gate, **own))
         own = {f.name: change(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
         return replace(self, gates=gates, **own)
 
