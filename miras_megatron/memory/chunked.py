@@ -81,11 +81,15 @@ def _scan_uniform(
     """Rows that all stand at the same phase, one document each."""
     tokens = arrange_tokens(rule, params, inputs, state.weights[0].dtype)
     phase, length = int(state.phase[0]), len(tokens)
+    if phase == 0 and not rule.exact:
+        state = replace_state(state, anchor=state.weights)
     scan = scan_fused if takes_fused(rule, tokens) else _scan_spans
     reads, state = scan(rule, params, tokens, state, phase, chunk_size, every)
     state = replace_state(state, phase=torch.full_like(state.phase, 0 if rule.exact else (phase + length) % chunk_size))
-    reads = reads.transpose(1, 2).to(inputs.q.dtype)
-    return (reads + inputs.q if rule.residual else reads), state
+    reads = reads.transpose(1, 2)
+    if rule.residual:
+        reads = reads + inputs.q.to(reads.dtype)
+    return reads.to(inputs.q.dtype), state
 
 
 def _scan_spans(
