@@ -33,14 +33,16 @@ from .checkpoint_folder import (
     keep_newest,
     new_checkpoint,
     read_index,
+    read_plain,
     refuse_damaged,
     write_atomically,
     write_manifest,
+    write_plain,
 )
 from .job import Job
 from .optimizer import make_moments, moment_tensors, put_moments, updates_done
 from .run_folder import stored_form
-from .tensor_files import InProcessSave, PlainCommon
+from .tensor_files import InProcessSave
 
 COMMON = ("step", "tokens", "updates", "tokenizer", "data", "lanes", "lane_layouts")
 """Names in common.pt."""
@@ -60,9 +62,11 @@ def save_checkpoint(job: Job, progress: Progress) -> Path:
     """Write the checkpoint of `progress`, make it `latest`, and drop the oldest. A collective call."""
     run_dir = Path(job.run.run.dir)
     with new_checkpoint(run_dir, progress.step, job.mesh.rank, _barrier(job)) as folder:
-        parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job) | _common_state(job, progress)
+        parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job)
         dist_checkpointing.save(parts, str(folder), sharded_strategy=InProcessSave())
+        common = _common_state(job, progress)
         if job.mesh.rank == 0:
+            write_plain(folder / "common.pt", common)
             write_atomically(folder / "config.yaml", dump_run(stored_form(job.run)))
         _write_manifest(job, folder, progress.step)
     if job.mesh.rank == 0:
@@ -284,10 +288,10 @@ def _write_manifest(job: Job, folder: Path, step: int) -> None:
 
 
 def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    stored: dict[str, Any] = dist_checkpointing.load(
-        wanted, str(folder), common_strategy=PlainCommon(COMMON), validate_access_integrity=False
-    )
-    return stored
+    """The tensors that `wanted` describes and the common state. Core reads common.pt too, so it is checked before."""
+    common = read_plain(folder / "common.pt", COMMON)
+    stored: dict[str, Any] = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+    return stored | common
 
 
 def _tensors(parts: Any) -> list[ShardedTensor]:

@@ -271,6 +271,14 @@ def read_index(folder: Path) -> Index:
     return tensors
 
 
+def write_plain(path: Path, content: dict[str, Any]) -> None:
+    """Write tensors and plain values, down to the disk."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:
     """A file of tensors and plain values, with no key but `allowed`. Raises ValueError naming what else it holds."""
     with _no_extra_globals():

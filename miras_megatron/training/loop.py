@@ -21,7 +21,7 @@ from .checkpoint_folder import find_checkpoint
 from .evaluate import evaluate, validation_batches
 from .feed import make_feed
 from .job import Job
-from .metrics import RunLog, StepReport, device_peak_tflops
+from .metrics import RunLog, StepReport, board_class, device_peak_tflops
 from .needles import plant_needles
 from .optimizer import make_optimizer, wrap_model
 from .profile import profile_window
@@ -90,6 +90,8 @@ def with_vocabulary(run: Run) -> Run:
 def build_job(run: Run, mesh: ParallelMesh) -> Job:
     """Model, optimizer and data of this rank. Raises ValueError naming field or file."""
     refuse_ordered_where_states_cannot_be_carried(run)
+    if run.logging.tensorboard:
+        board_class()
     tokenizer = load_tokenizer(run.data.tokenizer)
     plant = plant_needles(run.data.needles) if run.data.needles is not None else None
     feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data, plant=plant)

@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = here.rank
         command = parse_command_line(words, prog="miras-train", description=__doc__ or "", switches=SWITCHES)
         logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s: %(message)s")
+        # Newer cores warn that they keep the common state elsewhere; ours is kept apart on purpose.
+        logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
         if command.switches["dry-run"]:
             from .dry_run import describe_run
 

@@ -96,7 +96,7 @@ class RunLog:
             for name in ("metrics.jsonl", "validation.jsonl"):
                 drop_after(folder / name, last_step)
                 self._files[name] = open(folder / name, "a", encoding="utf-8", buffering=1)
-            self._board = _open_board(folder / "tb", last_step) if tensorboard else None
+            self._board = board_class()(str(folder / "tb"), purge_step=last_step + 1) if tensorboard else None
 
     def step(self, report: StepReport) -> None:
         """Record one step."""
@@ -183,14 +183,15 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _open_board(folder: Path, last_step: int) -> Any:
+def board_class() -> Any:
+    """TensorBoard's SummaryWriter. Raises ValueError with the way out where it isn't installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
             "logging.tensorboard = true: tensorboard isn't installed; pip install tensorboard, or set it to false"
         ) from None
-    return SummaryWriter(str(folder), purge_step=last_step + 1)
+    return SummaryWriter
 
 
 def _plain(value: Any) -> Any:
