@@ -58,6 +58,7 @@ class MemoryAsContext(nn.Module):
         self.gather = factory.gather
         self.core = MemoryCore(spec, factory, generator)
         self.attention = AttentionHeads(spec, factory)
+        self.attention.start_at_itself()
         count = spec.persistent_tokens
         self.persistent = persistent_rows(count, spec.hidden, generator) if count else None
         asked = torch.empty(spec.heads, spec.memory_tokens, spec.head_dim).normal_(generator=generator)

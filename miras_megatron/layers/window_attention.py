@@ -7,7 +7,7 @@ and turned by their place in this call: only differences of places matter, so a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,16 @@ class AttentionHeads(nn.Module):
         self.base, self.heads, self.width = spec.rope_base, spec.heads // factory.shards, spec.head_dim
         self.query = factory.make(spec.hidden, spec.hidden, split="column", std=spec.init_std)
         self.key_value = factory.make(spec.hidden, 2 * spec.hidden, split="column", std=spec.init_std)
+
+    @torch.no_grad()
+    def start_at_itself(self) -> None:
+        """Start with the queries' weights as keys too, so that a token attends to itself above all.
+
+        A memory that writes what attention made (MAC) starts with keys that differ from token to token then;
+        random weights attend to everything alike, and all keys of a segment are its mean.
+        """
+        query, key_value = (cast(Tensor, projection.weight) for projection in (self.query, self.key_value))
+        key_value.unflatten(0, (self.heads, 2, self.width))[:, 0] = query.unflatten(0, (self.heads, self.width))
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, T, d] -> [B, T, N, D]."""
