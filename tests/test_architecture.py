@@ -63,7 +63,7 @@ ONE_TOUCHER = {
     "megatron.core.parallel_state": {"miras_megatron/parallel/mesh.py"},
     "apex": {"miras_megatron/compat/apex.py"},
     "mpi4py": {"miras_megatron/parallel/rendezvous.py"},
-    "titans_pytorch": {"tools/miras_tools/peer.py"},
+    "titans_pytorch": {"tools/miras_tools/bench_worker.py"},
 }
 """Package -> the only files that may name it."""
 
