@@ -79,24 +79,26 @@ def _scan_uniform(
     rule: Rule, params: dict[str, Tensor], inputs: MemoryInputs, state: MemoryState, chunk_size: int, every: int
 ) -> tuple[Tensor, MemoryState]:
     """Rows that all stand at the same phase, one document each."""
-    tokens = arrange_tokens(rule, params, inputs, state.weights[0].dtype)
-    phase, length = int(state.phase[0]), len(tokens)
+    phase, length = int(state.phase[0]), inputs.q.shape[1]
     if phase == 0 and not rule.exact:
         state = replace_state(state, anchor=state.weights)
-    scan = scan_fused if takes_fused(rule, tokens) else _scan_spans
-    reads, state = scan(rule, params, tokens, state, phase, chunk_size, every)
+    scan = scan_fused if takes_fused(rule, inputs) else _scan_spans
+    reads, state = scan(rule, params, inputs, state, phase, chunk_size, every)
     state = replace_state(state, phase=torch.full_like(state.phase, 0 if rule.exact else (phase + length) % chunk_size))
-    reads = reads.transpose(1, 2)
-    if rule.residual:
-        reads = reads + inputs.q.to(reads.dtype)
     return reads.to(inputs.q.dtype), state
 
 
 def _scan_spans(
-    rule: Rule, params: dict[str, Tensor], tokens: Tokens, state: MemoryState, phase: int, chunk_size: int, every: int
+    rule: Rule,
+    params: dict[str, Tensor],
+    inputs: MemoryInputs,
+    state: MemoryState,
+    phase: int,
+    chunk_size: int,
+    every: int,
 ) -> tuple[Tensor, MemoryState]:
     """Spans of `every` chunks; inside a span nothing is kept for backward but its first state and its inputs."""
-    reads = []
+    tokens, reads = arrange_tokens(rule, params, inputs, state.weights[0].dtype), []
     for start, stop in _cuts(phase, len(tokens), chunk_size * every, chunk_size):
         at = (phase + start) % chunk_size
         arguments = (rule, params, tokens.run(start, stop), state, at, chunk_size)
@@ -105,7 +107,8 @@ def _scan_spans(
         else:
             read, state = _scan_chunks(*arguments)
         reads.append(read)
-    return torch.cat(reads, 2), state
+    read = torch.cat(reads, 2).transpose(1, 2)
+    return (read + inputs.q.to(read.dtype) if rule.residual else read), state
 
 
 def _cuts(phase: int, length: int, step: int, grid: int) -> Iterator[tuple[int, int]]:

@@ -7,14 +7,16 @@ autograd but one Function a group of heads (fused_walk).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from .features import polynomial_features
 from .fused_plan import TILE, Plan, Tile, plan_tiles
 from .fused_walk import FusedScan
-from .rules import Rule
-from .state import MemoryState, replace_state
-from .tile import Tokens
+from .rules import Rule, gate_of_layer
+from .state import MemoryInputs, MemoryState, replace_state
 
 __all__ = ["TILE", "scan_fused", "takes_fused"]
 
@@ -22,72 +24,103 @@ CACHED_STATE = 2**20
 """Bytes of W and S that are walked together on a CPU thread: with their gradients and a tile's rows they fill L2."""
 
 
-def takes_fused(rule: Rule, tokens: Tokens) -> bool:
+def takes_fused(rule: Rule, inputs: MemoryInputs) -> bool:
     """Whether the hand-written scan computes this rule with these gates."""
     plain = rule.retention == "decay" and rule.gradient_at == "chunk" and rule.window == 1
     usual = rule.newton_schulz == "off" and rule.max_gradient_norm is None
-    gates = [g for one in tokens.gates for g in (one.log_keep, one.momentum, one.lr) if g is not None]
-    return plain and usual and all(gate.shape[-1] == 1 for gate in gates)
+    layered = (inputs.log_keep, inputs.momentum, inputs.lr) if rule.write_rate == "input" else (inputs.log_keep,)
+    gates = [gate_of_layer(gate, i) for gate in layered for i in range(rule.depth)]
+    return plain and usual and all(gate is None or gate.ndim == 3 for gate in gates)
 
 
 def scan_fused(
-    rule: Rule, params: dict[str, Tensor], tokens: Tokens, state: MemoryState, phase: int, chunk_size: int, every: int
+    rule: Rule,
+    params: dict[str, Tensor],
+    inputs: MemoryInputs,
+    state: MemoryState,
+    phase: int,
+    chunk_size: int,
+    every: int,
 ) -> tuple[Tensor, MemoryState]:
-    """Net reads [B, N, T, D] and the state after the tokens (its phase is the caller's to set)."""
-    batch, heads, length = tokens.key.shape[:3]
-    plan = _plan(rule, tokens, plan_tiles(length, 0 if rule.exact else phase, chunk_size, every))
-    reads, *after = _by_groups(plan, _flat_arguments(rule, params, tokens, state), _group(state, batch * heads))
-
-    def unflat(x: Tensor) -> Tensor:
-        return x.unflatten(0, (batch, heads))
-
+    """Reads [B, T, N, D] in the state's dtype and the state after the tokens (its phase is the caller's to set)."""
+    inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
+    plan = _plan(rule, inputs, plan_tiles(inputs.q.shape[1], 0 if rule.exact else phase, chunk_size, every))
+    tokens = _token_arguments(rule, params, inputs)
+    matrices = [*state.weights, *state.momentum, *(state.anchor or state.weights)]
+    reads, *after = _by_groups(plan, tokens, _norm(params, tokens[0].dtype), matrices)
     depth = rule.depth
-    weights = tuple(unflat(x) for x in after[:depth])
-    momentum = tuple(unflat(x) for x in after[depth : depth + len(state.momentum)])
+    weights, momentum = tuple(after[:depth]), tuple(after[depth : depth + len(state.momentum)])
     anchor = () if rule.exact else state.anchor
     if plan.leaves_anchor:
-        anchor = tuple(unflat(x) for x in after[-depth:])
+        anchor = tuple(after[-depth:])
     elif plan.spans[-1][-1].ends and not rule.exact:
         anchor = weights
-    return unflat(reads), replace_state(state, weights=weights, momentum=momentum, anchor=anchor)
+    if rule.residual and not plan.folds_residual:
+        reads = reads + inputs.q
+    return reads, replace_state(state, weights=weights, momentum=momentum, anchor=anchor)
 
 
-def _plan(rule: Rule, tokens: Tokens, spans: tuple[tuple[Tile, ...], ...]) -> Plan:
+def _plan(rule: Rule, inputs: MemoryInputs, spans: tuple[tuple[Tile, ...], ...]) -> Plan:
     reopened = any(tile.opens for span in spans for tile in span)
-    has_keep = tuple(gates.log_keep is not None for gates in tokens.gates)
+    keeps = [gate_of_layer(inputs.log_keep, i) is not None or rule.fixed_keep for i in range(rule.depth)]
     leaves_anchor = reopened and not spans[-1][-1].ends and not rule.exact
-    return Plan(rule, spans, rule.depth, tokens.delta is not None, rule.layer_norm, has_keep, leaves_anchor)
+    folds = rule.residual and rule.degree == 1
+    return Plan(rule, spans, rule.depth, inputs.delta is not None, rule.layer_norm, tuple(keeps), leaves_anchor, folds)
 
 
-def _flat_arguments(rule: Rule, params: dict[str, Tensor], tokens: Tokens, state: MemoryState) -> list[Tensor]:
-    """Every tensor with batch and heads as one leading dim, in the order of `Arguments`."""
+def _token_arguments(rule: Rule, params: dict[str, Tensor], inputs: MemoryInputs) -> list[Tensor]:
+    """key, query, value, delta and the gates [B, T, N, ...], in the order of `Arguments`; nothing is copied.
 
-    def flat(x: Tensor) -> Tensor:
-        return x.flatten(0, 1)
+    With polynomial features the residual is folded into the value here, else tile by tile.
+    """
+    key, query, value = inputs.k, inputs.q, inputs.v
+    if rule.degree > 1:
+        value = value - key if rule.residual and rule.objective != "dot" else value
+        turned = (polynomial_features(x.transpose(1, 2), params["coefficients"]) for x in (key, query))
+        key, query = (x.transpose(1, 2) for x in turned)
+    arguments = [key, query, value]
+    if inputs.delta is not None:
+        arguments.append(inputs.delta if inputs.delta.ndim == 4 else inputs.delta.unsqueeze(-1).expand_as(value))
+    for i in range(rule.depth):
+        log_keep, momentum, lr = (gate_of_layer(gate, i) for gate in (inputs.log_keep, inputs.momentum, inputs.lr))
+        if rule.fixed_keep:
+            log_keep = params["log_keep"].to(key.dtype).expand(key.shape[:3])
+        lr = torch.ones_like(key[..., 0]) if lr is None else lr
+        arguments += [gate for gate in (log_keep, momentum, lr) if gate is not None]
+    return arguments
 
-    arguments = [flat(x) for x in (tokens.key, tokens.query, tokens.target, tokens.delta) if x is not None]
-    if rule.layer_norm:
-        batch, dtype = tokens.key.shape[0], tokens.key.dtype
-        arguments += [params[name].to(dtype).repeat(batch, 1)[:, None] for name in ("norm_weight", "norm_bias")]
-    for gates in tokens.gates:
-        arguments += [flat(g.squeeze(-1)) for g in (gates.log_keep, gates.momentum, gates.lr) if g is not None]
-        if gates.lr is None:
-            arguments.append(flat(torch.ones_like(tokens.key[..., 0])))
-    return [*arguments, *(flat(x) for x in (*state.weights, *state.momentum, *(state.anchor or state.weights)))]
+
+def _norm(params: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [params[name].to(dtype) for name in ("norm_weight", "norm_bias") if name in params]
 
 
-def _group(state: MemoryState, count: int) -> int:
-    """How many of `count` heads are walked together: on a CPU what stays in its cache, else all."""
-    if state.weights[0].device.type != "cpu":
-        return count
-    matrices = [x[0, 0] for x in (*state.weights, *state.momentum)]
+def _group(matrices: list[Tensor]) -> tuple[int, int]:
+    """How many rows and heads are walked together: on a CPU what stays in its cache, else all."""
+    batch, heads = matrices[0].shape[:2]
+    if matrices[0].device.type != "cpu":
+        return batch, heads
     room = CACHED_STATE * torch.get_num_threads()
-    return max(1, room // sum(x.numel() * x.element_size() for x in matrices))
+    count = max(1, room // sum(x[0, 0].numel() * x.element_size() for x in matrices))
+    return max(1, count // heads), min(heads, count)
 
 
-def _by_groups(plan: Plan, arguments: list[Tensor], size: int) -> list[Tensor]:
-    """The scan over groups of heads, which know nothing of each other; outputs joined."""
-    if arguments[0].shape[0] <= size:
-        return list(FusedScan.apply(plan, *arguments))
-    parts = zip(*(x.split(size) for x in arguments), strict=True)
-    return [torch.cat(one) for one in zip(*(FusedScan.apply(plan, *part) for part in parts), strict=True)]
+def _by_groups(plan: Plan, tokens: list[Tensor], norm: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
+    """The scan over groups of rows and heads, which know nothing of each other; outputs [B, T, N, D], [B, N, ...]."""
+    rows, heads = _group(matrices)
+    columns = []
+    for h in range(0, matrices[0].shape[1], heads):
+        parts = []
+        for b in range(0, matrices[0].shape[0], rows):
+            cut = slice(b, b + rows), slice(h, h + heads)
+            own = [x[cut].flatten(0, 1) for x in matrices]
+            batch = len(tokens[0][b : b + rows])
+            affine = [x[h : h + heads].repeat(batch, 1)[:, None] for x in norm]
+            mine = [x[cut[0], :, cut[1]] for x in tokens]
+            reads, *after = FusedScan.apply(plan, *mine, *affine, *own)
+            parts.append([reads, *(x.unflatten(0, (batch, -1)) for x in after)])
+        columns.append([_join(one, 0) for one in zip(*parts, strict=True)])
+    return [_join(one, 1 + (i == 0)) for i, one in enumerate(zip(*columns, strict=True))]
+
+
+def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -36,6 +36,8 @@ class Plan:
     has_norm: bool
     has_keep: tuple[bool, ...]
     leaves_anchor: bool
+    folds_residual: bool
+    """the read adds q and the target is v - k (v alone under the dot product), tile by tile"""
 
 
 def plan_tiles(length: int, phase: int, chunk_size: int, every: int) -> tuple[tuple[Tile, ...], ...]:
@@ -56,15 +58,15 @@ def plan_tiles(length: int, phase: int, chunk_size: int, every: int) -> tuple[tu
 
 @dataclass
 class Arguments:
-    """The Function's flat tensors [n, ...] by name; the same class carries their gradients.
+    """The Function's tensors by name; the same class carries their gradients.
 
-    key, query [n, T, F]; target, delta [n, T, D]; the LN's [n, 1, D]; gates per matrix (log_keep, momentum, lr) [n, T];
-    weights, momenta, anchor: per matrix [n, out, in]
+    key, query [B, T, N, F]; value, delta [B, T, N, D]; gates per matrix (log_keep, momentum, lr) [B, T, N]; and with
+    n = B x N: the LN's [n, 1, D]; weights, momenta, anchor per matrix [n, out, in]
     """
 
     key: Any
     query: Any
-    target: Any
+    value: Any
     delta: Any
     norm_weight: Any
     norm_bias: Any
@@ -76,23 +78,23 @@ class Arguments:
     @classmethod
     def unpack(cls, plan: Plan, flat: Sequence[Any]) -> Arguments:
         items = iter(flat)
-        key, query, target = next(items), next(items), next(items)
+        key, query, value = next(items), next(items), next(items)
         delta = next(items) if plan.has_delta else None
-        weight, bias = (next(items), next(items)) if plan.has_norm else (None, None)
         momentum = plan.rule.momentum
         gates = []
         for has_keep in plan.has_keep:
             log_keep = next(items) if has_keep else None
             gates.append((log_keep, next(items) if momentum else None, next(items)))
+        norm_weight, norm_bias = (next(items), next(items)) if plan.has_norm else (None, None)
         weights = [next(items) for _ in range(plan.depth)]
         momenta = [next(items) for _ in range(plan.depth if momentum else 0)]
-        return cls(key, query, target, delta, weight, bias, gates, weights, momenta, list(items))
+        return cls(key, query, value, delta, norm_weight, norm_bias, gates, weights, momenta, list(items))
 
     def pack(self) -> tuple[Any, ...]:
-        head = [self.key, self.query, self.target]
-        head += [x for x in (self.delta, self.norm_weight, self.norm_bias) if x is not None]
+        head = [x for x in (self.key, self.query, self.value, self.delta) if x is not None]
         gates = [x for gate in self.gates for x in gate if x is not None]
-        return (*head, *gates, *self.weights, *self.momenta, *self.anchor)
+        norm = [x for x in (self.norm_weight, self.norm_bias) if x is not None]
+        return (*head, *gates, *norm, *self.weights, *self.momenta, *self.anchor)
 
     def affine(self) -> Affine | None:
         return None if self.norm_weight is None else Affine(self.norm_weight, self.norm_bias)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused_backward import anchor_backward, read_backward, update_backward
+from .fused_backward import AnchorGrads, anchor_backward, read_backward, update_backward
 from .fused_plan import Arguments, Plan, Tile, same_gates
 from .fused_scalars import Scalars, TileScalars, scalars_backward, tile_scalars
 from .fused_tile import Anchor, TileTokens, anchor_forward, read_forward, update_forward
@@ -59,22 +59,32 @@ class _Run:
     cut: slice
 
 
-def _runs(arguments: Arguments, span: Sequence[Tile]) -> list[_Run]:
+def _runs(plan: Plan, arguments: Arguments, span: Sequence[Tile]) -> list[_Run]:
     runs = []
     for size, group in itertools.groupby(span, key=lambda tile: tile.stop - tile.start):
         tiles = list(group)
         cut = slice(tiles[0].start, tiles[-1].stop)
         scalars = _run_scalars(arguments, cut, size)
         by_matrix = [one.tiles() for one in scalars]
-        tokens = _run_tokens(arguments, cut, size)
+        tokens = _run_tokens(plan, arguments, cut, size)
         steps = [_Step(tile, tokens[j], [one[j] for one in by_matrix]) for j, tile in enumerate(tiles)]
         runs.append(_Run(scalars, steps, cut))
     return runs
 
 
 def _fold(x: Tensor | None, cut: slice, size: int) -> Tensor | None:
-    """[n, T, ...] -> tiles of the cut, [n, J, size, ...]."""
-    return None if x is None else x[:, cut].unflatten(1, (-1, size))
+    """[B, T, N, ...] -> tiles of the cut, heads first, [n, J, size, ...]."""
+    return None if x is None else _heads_first(x[:, cut]).unflatten(1, (-1, size))
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[B, T, N, ...] -> [n, T, ...], a copy."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _heads_last(x: Tensor, like: Tensor) -> Tensor:
+    """[n, T, ...] -> [B, T, N, ...], a view."""
+    return x.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
 
 
 def _run_scalars(arguments: Arguments, cut: slice, size: int) -> list[Scalars]:
@@ -90,30 +100,33 @@ def _run_scalars(arguments: Arguments, cut: slice, size: int) -> list[Scalars]:
     return scalars
 
 
-def _run_tokens(arguments: Arguments, cut: slice, size: int) -> list[TileTokens]:
-    wanted = (arguments.key, arguments.query, arguments.target, arguments.delta)
-    folded = [_fold(x, cut, size) for x in wanted]
-    count = (cut.stop - cut.start) // size
-    columns = [[None] * count if x is None else x.unbind(1) for x in folded]
-    return [TileTokens(*one) for one in zip(*columns, strict=True)]
+def _run_tokens(plan: Plan, arguments: Arguments, cut: slice, size: int) -> list[TileTokens]:
+    wanted = (arguments.key, arguments.query, arguments.value, arguments.delta)
+    key, query, target, delta = (_fold(x, cut, size) for x in wanted)
+    assert key is not None and query is not None and target is not None
+    if plan.folds_residual and plan.rule.objective != "dot":
+        target = target - key
+    deltas = [None] * key.shape[1] if delta is None else delta.unbind(1)
+    return [TileTokens(*one) for one in zip(key.unbind(1), query.unbind(1), target.unbind(1), deltas, strict=True)]
 
 
 class FusedScan(torch.autograd.Function):
-    """(plan, flat arguments) -> reads [n, T, D], W and S after the last token, and the open chunk's anchor."""
+    """(plan, flat arguments) -> reads [B, T, N, D], W and S after the last token, and the open chunk's anchor."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *flat: Tensor) -> tuple[Tensor, ...]:
         arguments = Arguments.unpack(plan, flat)
         state, affine = State.first(arguments), arguments.affine()
-        reads = torch.empty_like(arguments.target)
+        reads = torch.empty_like(arguments.value, memory_format=torch.contiguous_format)
         kept: list[State] = []
         for span in plan.spans:
             kept.append(state)
-            for step in (step for run in _runs(arguments, span) for step in run.steps):
+            for step in (step for run in _runs(plan, arguments, span) for step in run.steps):
                 state = state.at(step.tile)
                 anchor = anchor_forward(plan.rule, state.anchor, affine, step.tokens)
                 read, _ = read_forward(state.stacks, step.scalars, anchor, affine, step.tokens.query)
-                reads[:, step.tile.start : step.tile.stop] = read
+                read = read + step.tokens.query if plan.folds_residual else read
+                reads[:, step.tile.start : step.tile.stop] = _heads_last(read, reads)
                 state = state.after(step.scalars, anchor)
         ctx.plan, ctx.kept = plan, kept[1:]
         ctx.save_for_backward(*flat)
@@ -147,11 +160,12 @@ class _Backward:
         self.dstacks = [torch.stack(rows[i::depth], 1) for i in range(depth)]
         last = grads[-depth:] if plan.leaves_anchor else [None] * depth
         self.danchor = [known(g, x).clone() for g, x in zip(last, arguments.weights, strict=True)]
-        self.gathered = Arguments.unpack(plan, [torch.zeros_like(x) for x in arguments.pack()])
+        blank = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in arguments.pack()]
+        self.gathered = Arguments.unpack(plan, blank)
 
     def span(self, span: Sequence[Tile], state: State) -> None:
         """Recompute the span's states and inner gradients, then take its tiles in reverse."""
-        runs, known = _runs(self.arguments, span), []
+        runs, known = _runs(self.plan, self.arguments, span), []
         for step in (step for run in runs for step in run.steps):
             state = state.at(step.tile)
             anchor = anchor_forward(self.plan.rule, state.anchor, self.affine, step.tokens)
@@ -165,19 +179,29 @@ class _Backward:
         """R, U and A of one tile; returns the gradients of its scalars."""
         cut, stacks, scalars = slice(step.tile.start, step.tile.stop), state.stacks, step.scalars
         _, read = read_forward(stacks, scalars, anchor, self.affine, step.tokens.query)
-        grads = read_backward(self.dreads[:, cut], stacks, scalars, anchor, self.affine, read)
+        dread = _heads_first(self.dreads[:, cut])
+        grads = read_backward(dread, stacks, scalars, anchor, self.affine, read)
         for i, stack in enumerate(stacks):
             update_backward(i, self.dstacks[i], stack, scalars[i], anchor, grads)
         out = anchor_backward(self.plan.rule, state.anchor, self.affine, step.tokens, anchor, grads)
         self.dstacks, to = grads.stacks, self.gathered
-        to.query[:, cut], to.key[:, cut], to.target[:, cut] = grads.query, out.key, out.target
-        if to.delta is not None and out.delta is not None:
-            to.delta[:, cut] = out.delta
+        self._tokens(cut, dread, grads.query, out)
         if to.norm_weight is not None:
             to.norm_weight += grads.norm_weight
             to.norm_bias += grads.norm_bias
         self._anchor(step.tile, out.weights)
         return grads.scalars
+
+    def _tokens(self, cut: slice, dread: Tensor, dquery: Tensor, out: AnchorGrads) -> None:
+        """The tile's token gradients, with the residual's share: y = net(q) + q, target = v - k."""
+        to, dkey = self.gathered, out.key
+        if self.plan.folds_residual:
+            dquery = dquery + dread
+            dkey = dkey if self.plan.rule.objective == "dot" else dkey - out.target
+        pairs = ((to.query, dquery), (to.key, dkey), (to.value, out.target), (to.delta, out.delta))
+        for total, one in pairs:
+            if total is not None and one is not None:
+                total[:, cut] = _heads_last(one, total)
 
     def _anchor(self, tile: Tile, dweights: list[Tensor]) -> None:
         """The anchor's gradient gathers over a chunk's tiles and joins W's where the chunk opens."""
@@ -197,7 +221,7 @@ class _Backward:
             grads = scalars_backward(run.scalars[i], [one[i] for one in found])
             for to, grad in zip(gates, grads, strict=True):
                 if to is not None and grad is not None:
-                    to[:, run.cut] = grad.flatten(1)
+                    to[:, run.cut] = _heads_last(grad.flatten(1), to)
 
     def result(self) -> Arguments:
         """All gradients, in the arguments' order."""
