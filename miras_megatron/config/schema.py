@@ -188,7 +188,7 @@ class Needles:
     answer_weight: float = 1.0
     """weight of an answer in the loss; other tokens have 1, keys and values told for the first time 0"""
     key_bytes: int = 2
-    """length of a key, bytes; lower-case letters"""
+    """length of a key, bytes; capital letters"""
     alphabet: str = "0123456789"
     """the one-byte values; chance is 1 / their number"""
     long_rows: float = 0.1

@@ -1,7 +1,7 @@
 """Needles: facts planted into training rows and asked for later, and the test that asks for one over any length.
 
-A mention is marker + key + value, such as "@q7". The first mention of a key tells its value, later ones ask
-for it: after "@q" the model should say 7. Who answers beyond the reach of attention has remembered.
+A mention is marker + key + value, such as "@Q7". The first mention of a key tells its value, later ones ask
+for it: after "@Q" the model should say 7. Who answers beyond the reach of attention has remembered.
 Bytes only: ids are byte values.
 """
 
@@ -21,8 +21,8 @@ DEPTHS = 4
 """equal parts of the text before the question, from its start, for which accuracy is also reported"""
 CUT = 512
 """tokens that a stream reads at once"""
-LETTERS = range(ord("a"), ord("z") + 1)
-"""bytes of keys"""
+LETTERS = range(ord("A"), ord("Z") + 1)
+"""bytes of keys: capitals, since filler is full of small letters, which would be written as keys too"""
 
 
 def plant_needles(needles: Needles) -> RowTransform:
@@ -147,7 +147,8 @@ def attention_reach(run: Run) -> int:
 def make_questions(text: Tensor, needles: Needles, *, length: int, samples: int, reach: int, seed: int) -> Questions:
     """Texts cut out of `text` [tokens] (read round and round) with one needle, none within `reach` of the question.
 
-    The same seed gives the same questions. Raises ValueError where no place is left for a needle.
+    Every value is the answer equally often, so that one who always says the same is right by chance. The same seed
+    gives the same questions. Raises ValueError where no place is left for a needle.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + length)
     width = mention_bytes(needles)
@@ -160,7 +161,7 @@ def make_questions(text: Tensor, needles: Needles, *, length: int, samples: int,
     starts = torch.randint(len(text), (samples, 1), generator=generator)
     tokens = text[(starts + torch.arange(length)) % len(text)]
     depth = torch.rand(samples, generator=generator)
-    answer = torch.randint(len(needles.alphabet), (samples,), generator=generator)
+    answer = torch.randperm(samples, generator=generator) % len(needles.alphabet)
     for row, value in enumerate(alphabet(needles)[answer]):
         mention = _mention(needles, draw_keys(needles, 1, generator)[0], value)
         place = int(depth[row] * (room - width + 1))

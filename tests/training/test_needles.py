@@ -100,7 +100,7 @@ def test_places_and_keys_never_collide() -> None:
         assert places[0] >= 0 and places[-1] <= 61 and (places.diff() >= 3).all()
         keys = draw_keys(replace(NEEDLES, key_bytes=2), 300, seeded(seed))
         assert len({tuple(key) for key in keys.tolist()}) == 300
-        assert keys.min() >= ord("a") and keys.max() <= ord("z")
+        assert keys.min() >= ord("A") and keys.max() <= ord("Z")
     with pytest.raises(ValueError, match=r"data\.needles\.per_row = 27: there are 26 keys"):
         draw_keys(NEEDLES, 27, seeded(0))
 
