@@ -23,7 +23,7 @@ from torch import nn
 from ..config.load import parse_command_line
 from ..config.schema import Run
 from .baselines import gzip_bits_per_byte, held_out_text, stream_bits_per_byte, unigram_bits_per_byte
-from .checkpoint_folder import write_atomically
+from .checkpoint_folder import latest_checkpoint, name_of, write_atomically
 from .generate import open_model, stream_tokens
 from .main import complain, run_training
 from .needles import NeedleScore, score_lengths
@@ -46,11 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse_command_line(words, prog="quickstart", description=__doc__ or "", switches={})
         began = time.perf_counter()
         code = run_training(command.run, command.source)
-        if code == 0:
+        if code == 0 and is_trained(command.run):
             show(command.run, time.perf_counter() - began)
         return code
     except (ValueError, TimeoutError) as error:
         return complain(error, 0)
+
+
+def is_trained(run: Run) -> bool:
+    """Whether the run is at its last step; a signal may have stopped it before, to go on at the next call."""
+    last = latest_checkpoint(run.run.dir)
+    return last is not None and last.name >= name_of(run.training.steps)
 
 
 def show(run: Run, seconds: float) -> None:
@@ -125,7 +131,7 @@ def report(summary: dict[str, Any]) -> list[str]:
         f"unseen text: {summary['bits_per_byte']:.3f} bits per byte (gzip {summary['gzip_bits_per_byte']:.3f}, "
         f"byte frequencies {summary['unigram_bits_per_byte']:.3f})",
         "",
-        f"One fact such as @q7 somewhere in the text, asked at its end. Trained on rows of {length} bytes; attention",
+        f"One fact such as @Q7 somewhere in the text, asked at its end. Trained on rows of {length} bytes; attention",
         f"sees {summary['attention_segment']}; {summary['needle_samples']} questions a length; guessing: {chance:.0%}.",
         "",
         "  length            bytes   answered   memory reads zeroed   by depth, start to end",
