@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from .linear import LinearFactory, own_heads
 
-PAST_BOUND = 0.2
+PAST_BOUND = 0.5
 """the past's taps start uniform in +- this, the token's own at 1"""
 
 
@@ -18,7 +18,7 @@ class ShortConv(nn.Module):
     """y_t = silu(sum_i w_i x_{t-i}), i = 0 .. taps-1, per channel; channels are packed per head.
 
     With `taps` = 0 only the SiLU is left. The taps-1 rows to the left come from outside. It starts as the token
-    itself and a little of its past: equal taps would make neighbours' keys alike, which a memory can't tell apart.
+    itself and less of its past: equal taps would make neighbours' keys alike, which a memory can't tell apart.
     """
 
     def __init__(self, channels: int, taps: int, factory: LinearFactory, generator: torch.Generator):

@@ -14,6 +14,9 @@ from miras_megatron.model.build import block_spec
 
 RUNS = sorted((Path(__file__).resolve().parents[2] / "configs/runs").glob("*.yaml"))
 
+KNOWN_WARNING = {"quickstart": "memory.lr_max"}
+"""It writes a fact with one step, above the bound for the worst chunk; its gates learn to spare the rest."""
+
 PAPER_SIZES = {"170m": (12, 768, 16, 3e-3), "340m": (24, 1024, 16, 1.5e-3), "760m": (24, 1536, 16, 1.25e-3)}
 PAPER_SIZES |= {"1b3": (18, 2048, 8, 7e-4)}
 
@@ -25,7 +28,8 @@ def test_every_run_is_valid_and_can_be_sized(path: Path) -> None:
     for world_size in (run.parallel.model_ranks, 8 * run.parallel.model_ranks):
         if world_size == run.parallel.model_ranks or run.training.global_batch >= 32:
             assert list(find_problems(run, world_size)) == []
-    assert list(find_warnings(run)) == []
+    known = KNOWN_WARNING.get(path.stem, "-")
+    assert [warning for warning in find_warnings(run) if not warning.startswith(known)] == []
     assert sizes_of(run, vocab_size=256).parameters > 0
     assert isinstance(block_spec(run), BlockSpec)
     assert run.run.dir == f"runs/{path.stem}", "two runs in one folder overwrite each other"
