@@ -21,6 +21,8 @@ DEPTHS = 4
 """equal parts of the text before the question, from its start, for which accuracy is also reported"""
 CUT = 512
 """tokens that a stream reads at once"""
+FULL_SAMPLES_UP_TO = 16
+"""beyond so many rows a quarter of the questions is asked, since each costs as much as all shorter ones"""
 LETTERS = range(ord("A"), ord("Z") + 1)
 """bytes of keys: capitals, since filler is full of small letters, which would be written as keys too"""
 
@@ -204,7 +206,7 @@ def score_lengths(
             text,
             needles,
             length=factor * run.data.sequence_length,
-            samples=samples,
+            samples=samples if factor <= FULL_SAMPLES_UP_TO else max(samples // 4, 1),
             reach=attention_reach(run),
             seed=run.training.seed + 1,
         )

@@ -132,16 +132,16 @@ def report(summary: dict[str, Any]) -> list[str]:
         f"byte frequencies {summary['unigram_bits_per_byte']:.3f})",
         "",
         f"One fact such as @Q7 somewhere in the text, asked at its end. Trained on rows of {length} bytes; attention",
-        f"sees {summary['attention_segment']}; {summary['needle_samples']} questions a length; guessing: {chance:.0%}.",
+        f"sees {summary['attention_segment']}; guessing answers {chance:.0%}.",
         "",
-        "  length            bytes   answered   memory reads zeroed   by depth, start to end",
+        "  length            bytes   questions   answered   memory reads zeroed   by depth, start to end",
     ]
     for score in summary["needles"]:
         factor = str(score["length"] // length)
         zeroed = summary["needle_accuracy_zeroed"].get(factor)
         depths = " ".join(f"{share:.2f}" for share in score["by_depth"])
         lines.append(
-            f"  {factor:>3}x training  {score['length']:>8,}   {score['accuracy']:>8.1%}   "
+            f"  {factor:>3}x training  {score['length']:>8,}   {score['samples']:>9}   {score['accuracy']:>8.1%}   "
             f"{'-' if zeroed is None else format(zeroed, '.1%'):>19}   {depths}"
         )
     return [*lines, "", f"The state of a stream is {summary['state_bytes']:,} bytes at every length."]

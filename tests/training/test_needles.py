@@ -172,8 +172,9 @@ def test_zeroed_reads_are_switched_off_again() -> None:
     """A model measured without its memory must not stay without it."""
     reader = Reader(remembers=True)
     zeroed = score_lengths(reader, run(), TEXT, [1, 4], samples=64, zero_reads=True)
-    whole = score_lengths(reader, run(), TEXT, [1, 4], samples=64)
+    whole = score_lengths(reader, run(), TEXT, [1, 4, 64], samples=64)
     assert all(score.accuracy < 0.3 for score in zeroed.values())
     assert all(score.accuracy == 1.0 for score in whole.values())
-    assert {factor: score.length for factor, score in whole.items()} == {1: 128, 4: 512}
+    assert {factor: score.length for factor, score in whole.items()} == {1: 128, 4: 512, 64: 8192}
+    assert [score.samples for score in whole.values()] == [64, 64, 16]
     assert mention_bytes(NEEDLES) == 3
