@@ -238,11 +238,11 @@ def memory_flops_per_token(run: Run) -> float:
 
     For each matrix [out, in]: read and predict with the anchor (4 out in), write into the state
     (2 out in), send the error back through all but the first (2 out in); inside a chunk of C tokens a
-    read meets the earlier writes as keys meet values, (out + in) C on average over the triangle.
-    Momentum is a second state to read and write (4 out in, and 0.3 more inside the chunk).
+    read meets the writes as queries meet keys, 2 (out + in) C for the square that is computed. Momentum is
+    a second state to read and write (4 out in). Gates are not counted.
     """
     facts, model = facts_of(run.memory), run.model
-    inside = min(run.memory.chunk_size, run.data.sequence_length) * (1.3 if facts.momentum else 1.0)
+    inside = 2 * min(run.memory.chunk_size, run.data.sequence_length)
     total = 0.0
     for i, (out, width) in enumerate(facts.shapes(model.head_dim)):
         passes = (6 if i == 0 else 8) + (4 if facts.momentum else 0)
