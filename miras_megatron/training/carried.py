@@ -19,6 +19,9 @@ from .batch import Batch
 
 logger = logging.getLogger(__name__)
 
+NODES = (None, "builtins.dict", "builtins.list", "builtins.tuple", "miras_megatron.MemoryState")
+"""What a state's tree is made of, as pytree names it; None is a leaf."""
+
 
 class CarriedStates:
     """Lane -> the pytree of states (batch of 1) after the lane's last row."""
@@ -69,11 +72,20 @@ def pack_states(states: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def unpack_states(layout: str, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `pack_states`. Raises ValueError where a tensor is missing."""
+    """The inverse of `pack_states`. Raises ValueError where a tensor is missing or the tree holds anything else."""
     described = json.loads(layout)
+    _refuse_foreign_nodes(json.loads(described["spec"])[1])
     found = described["plain"] | tensors
     missing = [i for i in map(str, range(described["leaves"])) if i not in found]
     if missing:
         raise ValueError(f"tensor {missing[0]} of {described['leaves']} is missing")
     leaves = [found[str(i)] for i in range(described["leaves"])]
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(described["spec"]))
+
+
+def _refuse_foreign_nodes(node: dict[str, Any]) -> None:
+    """Raise ValueError for a node that no state has: torch imports whatever modules the contexts of some name."""
+    if node["type"] not in NODES or "__enum__" in str(node["context"]):
+        raise ValueError(f"a node of type {node['type']}: states hold only {', '.join(filter(None, NODES))}")
+    for child in node["children_spec"]:
+        _refuse_foreign_nodes(child)

@@ -1,5 +1,8 @@
 """States that outlive a step: each lane goes on from its own, and from the right rows of a batch."""
 
+import json
+
+import pytest
 import torch
 
 from miras_megatron.memory import MemoryState
@@ -59,3 +62,17 @@ def test_packing_a_state_keeps_everything():
     assert torch.equal(again[1]["memory"].phase, torch.arange(2))
     joined = join_rows([take_rows(state, 0, 1), take_rows(state, 1, 2)])
     assert torch.equal(joined[1]["tail"], state[1]["tail"])
+
+
+FACTORY = {"default_factory_module": "antigravity", "default_factory_name": "fly", "dict_context": "[]"}
+ENUM = json.dumps([{"__enum__": True, "fqn": "antigravity:Fly", "name": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "context"), [("collections.defaultdict", FACTORY), ("builtins.dict", ENUM)], ids=["factory", "enum"]
+)
+def test_a_layout_that_names_modules_is_refused(kind, context):
+    """torch imports what these nodes name: a stranger's session or checkpoint could run code by it."""
+    spec = json.dumps([1, {"type": kind, "context": context, "children_spec": []}])
+    with pytest.raises(ValueError, match="states hold only"):
+        unpack_states(json.dumps({"spec": spec, "plain": {}, "leaves": 0}), {})
