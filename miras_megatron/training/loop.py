@@ -12,7 +12,7 @@ from ..compat.cpu import core_without_cuda
 from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import train_flops_per_token
-from ..model.build import build_model
+from ..model.build import block_spec, build_model
 from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
 from ..parallel.together import any_rank
@@ -40,6 +40,7 @@ def train(run: Run, source: str) -> int:
     """
     with core_without_cuda(), ParallelMesh(run.parallel, find_rank()) as mesh:
         check_run(run, source, mesh.world_size)
+        block_spec(run)  # what only the rule knows is refused here, before anything is written
         run = with_vocabulary(run)
         start = find_start(run)
         job = build_job(run, mesh)
@@ -126,6 +127,7 @@ def begin(job: Job, start: Path | None) -> Progress:
         progress = load_checkpoint(job, start)
     elif job.run.training.init_from is not None:
         load_weights(job, find_checkpoint(job.run.training.init_from, "training.init_from"))
+    job.mesh.barrier("looking into run.dir")
     if job.mesh.is_main:
         claim_folder(job.run)
     job.mesh.barrier("claiming run.dir")
