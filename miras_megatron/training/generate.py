@@ -7,7 +7,9 @@ where it exists and saved there at the end, so that a conversation or a book of 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     try:
+        refuse_no_folder(options.session)
         with open_model(Path(options.run)) as opened:
             _write(opened, options)
     except ValueError as error:
@@ -44,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def refuse_no_folder(session: str | None) -> None:
+    """Raise ValueError where the session could not be saved, before any text is written."""
+    if session is not None and not Path(session).absolute().parent.is_dir():
+        raise ValueError(f"--session {session}: there is no folder {Path(session).parent}; make it first")
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,7 @@ def _write(opened: OpenedModel, options: argparse.Namespace) -> None:
 
 
 def _name(folder: Path) -> str:
-    """What a session file calls the model: run folder, step, and the digest of the weights' files."""
+    """What a session file calls the model: step, and the digest of the weights' files."""
     manifest = read_manifest(folder)
     digests = "".join(entry["sha256"] for name, entry in manifest["files"].items() if name.startswith("__"))
     return f"{folder.name} {hash_text(digests)}"
@@ -144,8 +153,6 @@ def _name(folder: Path) -> str:
 
 def hash_text(text: str) -> str:
     """A short SHA-256 of a text."""
-    import hashlib
-
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -156,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="a run folder or one of its checkpoints")
     parser.add_argument("--prompt", default="", help='text to go on from; "-" reads it from standard input')
     parser.add_argument("--max-new", type=_at_least(0), default=200, metavar="N", help="tokens to write at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--temperature", type=_temperature, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument(
         "--top-k", type=_at_least(0), default=0, metavar="K", help="draw from the K likeliest; 0 = from all"
     )
@@ -173,6 +180,13 @@ def _at_least(least: int) -> type[int]:
         return value
 
     return number  # type: ignore[return-value]
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0")
+    return value
 
 
 if __name__ == "__main__":

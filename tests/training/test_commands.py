@@ -175,6 +175,8 @@ def test_weights_of_another_shape_are_refused_by_name(trained_run, tmp_path, cap
         ({"model__heads": 3}, "model.hidden = 16: not divisible by model.heads = 3"),
         ({"training__global_batch": 3}, "training.global_batch"),
         ({"memory__rule": "titan"}, "memory.rule = 'titan': unknown"),
+        ({"memory__options": "{foo: 1}"}, "unknown choice foo"),
+        ({"memory__options": "{retention: lq}"}, "momentum only goes with retention='decay'"),
         ({"data__train": "/nowhere/text"}, "/nowhere/text"),
         ({"data__tokenizer": "/nowhere/tokenizer.json"}, "data.tokenizer"),
         ({"model__vocab_size": 100}, "model.vocab_size = 100"),
@@ -294,6 +296,21 @@ def test_a_run_without_checkpoint_is_refused_by_name(tmp_path, capsys, path):
     error = capsys.readouterr().err
     assert error.startswith("miras-generate: RUN = ")
     assert "Traceback" not in error
+
+
+def test_wrong_options_of_generation_are_refused_first(trained_run, tmp_path, capsys):
+    """Not after the text was written and the state is lost; a negative temperature would prefer the unlikeliest."""
+    assert generate.main([str(trained_run), "--session", str(tmp_path / "no" / "file")]) == 2
+    assert "make it first" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        generate.main([str(trained_run), "--temperature", "-1"])
+    assert stopped.value.code == 2
+
+
+def test_a_dry_run_refuses_what_only_the_rule_knows(tmp_path, capsys):
+    """A dry run that says all is well, before a run that is refused, has cost a queue's wait."""
+    assert main([*tiny_config(tmp_path, memory__options="{retention: lq}"), "--dry-run"]) == 2
+    assert "momentum only goes with retention='decay'" in capsys.readouterr().err
 
 
 def test_a_record_is_plain_json(trained_run):
