@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def summed_loss(losses: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Sum of the losses that count, and how many they are.
+    """Sum of the losses that count, and of their weights.
 
-    losses [b, T] nats a token; loss_mask [b, T] weight of each token, 0 or 1; None = all count
-    returns a scalar of at least float32 and an int32 scalar
+    losses [b, T] nats a token; loss_mask [b, T] weight of each token, 0 or more; None = all count once
+    returns a scalar of at least float32, and the sum of weights as an int32 scalar, rounded: core counts whole tokens
     """
     wide = losses if losses.dtype == torch.float64 else losses.float()
     if loss_mask is None:
