@@ -209,9 +209,11 @@ def test_a_detached_state_may_be_used_twice() -> None:
     """Truncated training backpropagates each piece on its own, from the same handed-over state."""
     case = make_case(RULES["titans"], 9, 4)
     _, state = scan_memory(case.rule, case.params, case.inputs, case.state, 4)
+    grads = []
     for _ in range(2):
         reads, _ = scan_memory(case.rule, case.params, case.inputs, state.detach(), 4)
-        reads.sum().backward()
+        grads.append(torch.autograd.grad(reads.sum(), case.inputs.k)[0])
+    assert torch.equal(*grads) and bool(grads[0].any())
 
 
 # -- packed documents ------------------------------------------------------------------------------------
