@@ -41,6 +41,10 @@ class Sizes:
         return self.weights_bytes + self.saved_state_bytes + self.logits_bytes
 
 
+TILE = 64
+"""Tokens the scan walks at once, however long the chunk."""
+
+
 def sizes_of(run: Run, vocab_size: int | None = None, world_size: int = 1) -> Sizes:
     """The sizes of `run` with a tokenizer of `vocab_size` tokens."""
     layers, embedding = layer_parameters(run), embedding_parameters(run, vocab_size)
@@ -238,11 +242,11 @@ def memory_flops_per_token(run: Run) -> float:
 
     For each matrix [out, in]: read and predict with the anchor (4 out in), write into the state
     (2 out in), send the error back through all but the first (2 out in); inside a chunk of C tokens a
-    read meets the writes as queries meet keys, 2 (out + in) C for the square that is computed. Momentum is
+    read meets the writes as queries meet keys, 2 (out + in) C for the square that is computed, C at most a tile. Momentum is
     a second state to read and write (4 out in). Gates are not counted.
     """
     facts, model = facts_of(run.memory), run.model
-    inside = 2 * min(run.memory.chunk_size, run.data.sequence_length)
+    inside = 2 * min(run.memory.chunk_size, TILE, run.data.sequence_length)
     total = 0.0
     for i, (out, width) in enumerate(facts.shapes(model.head_dim)):
         passes = (6 if i == 0 else 8) + (4 if facts.momentum else 0)
