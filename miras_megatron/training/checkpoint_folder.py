@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from .manifest import write_atomically as write_atomically
+
 Index = dict[str, TensorStorageMetadata]
 """Tensor name -> its shape, dtype and places in the files."""
 
@@ -149,16 +151,6 @@ def retire(path: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
         os.rename(path, gone)
         shutil.rmtree(gone)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path`, whole or not at all, and down to the disk."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def _sync_folder(folder: Path) -> None:
