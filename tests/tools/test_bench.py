@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from miras_tools import bench, bench_forms
+from miras_tools import bench
 from miras_tools.bench_cases import Case, operations, paired_cases, scan_cases
 from miras_tools.bench_report import summarise, table
 
@@ -78,15 +78,3 @@ def test_wrong_arguments_end_with_code_2(arguments: list[str], capsys: pytest.Ca
 def test_a_json_file_in_no_folder_is_refused_first(tmp_path: Path) -> None:
     """Minutes of measuring would be lost at the end."""
     assert bench.main(["memory", "--json", str(tmp_path / "none" / "x.json")]) == 2
-
-
-def test_exact_forms_are_no_distance_from_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The documented distances would be meaningless if the measure saw a difference where there is none."""
-    monkeypatch.setitem(bench_forms.EXACT, "moneta", {})
-    assert bench_forms.measure("moneta", 16, 1e-3, 0.999) == 0.0
-
-
-def test_a_frozen_norm_is_nearer_at_smaller_rates() -> None:
-    """The frozen norm is an approximation in the rate: were it not to fall with it, the form would be wrong."""
-    near, far = (bench_forms.measure("moneta", 16, lr, 1.0) for lr in (1e-4, 1e-3))
-    assert 0.0 < near < far < 1e-2

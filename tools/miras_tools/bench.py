@@ -1,6 +1,5 @@
 """miras-bench: how fast the inner loop is, measured beside the nearest published implementation.
 
-`miras-bench forms` prints how far the cheaper chunk forms of Memora and Moneta are from the exact ones.
 `miras-bench memory` first checks that the fast scan equals the oracle, and reports nothing when it doesn't. Then it
 measures forward plus backward, every measurement in a process of its own, ours and titans-pytorch's in turn, and
 prints medians of what each round gave. The peer is optional: `pip install 'miras-megatron[bench]'`.
@@ -21,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import bench_forms
 from .bench_cases import CHECK_LIMIT, Case, paired_cases, scan_cases
 from .bench_report import summarise, table
 
@@ -38,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"miras-bench: --json {arguments.json}: no such folder; make it first", file=sys.stderr)
         return 2
     try:
-        return {"memory": memory, "forms": forms}[arguments.command](arguments)
+        return memory(arguments)
     except ValueError as error:
         print(f"miras-bench: {error}", file=sys.stderr)
         return 1
@@ -64,15 +62,6 @@ def memory(arguments: argparse.Namespace) -> int:
     print(table(report), flush=True)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
-    return 0
-
-
-def forms(arguments: argparse.Namespace) -> int:
-    """The distance of the cheaper chunk forms from the exact ones."""
-    rows = list(bench_forms.distances())
-    print(bench_forms.table(rows), flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
 
 
@@ -122,10 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--repeats", type=_positive, default=3, metavar="N", help="rounds; medians are shown (3)")
     one.add_argument("--threads", type=_positive, default=1, metavar="N", help="threads of every process (1)")
     one.add_argument("--quick", action="store_true", help="small shapes: shows that it runs, says nothing about speed")
-    two = commands.add_parser(
-        "forms", help="how far the cheaper chunk forms of Memora and Moneta are from the exact ones"
-    )
-    two.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return parser
 
 
