@@ -232,7 +232,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 def _problems(rule: Rule) -> list[str]:
     """What is wrong with a combination: one line each, naming the fields and the way out."""
-    bad = [
+    bad = _type_problems(rule) or [
         f"{name} = {getattr(rule, name)!r}: must be one of {', '.join(allowed)}"
         for name, allowed in CHOICES.items()
         if getattr(rule, name) not in allowed
@@ -290,6 +290,25 @@ def _problems(rule: Rule) -> list[str]:
     )
     if rule.gradient_at != "chunk":
         bad += _exact_gradient_problems(rule)
+    return bad
+
+
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "float | None": ((int, float, type(None)), "a number or null"),
+    "str": ((str,), "text"),
+}
+"""Annotation of a choice -> what it may be, and that in words; choices come from YAML files too."""
+
+
+def _type_problems(rule: Rule) -> list[str]:
+    bad = []
+    for f in fields(rule):
+        value, (kinds, words) = getattr(rule, f.name), KINDS[str(f.type)]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            bad.append(f"{f.name} = {value!r}: must be {words}")
     return bad
 
 

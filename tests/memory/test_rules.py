@@ -84,6 +84,15 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         make_rule("titans", dept=2, momentun=False)
 
 
+def test_values_of_another_type_are_refused_all_at_once() -> None:
+    """memory.options of a YAML file come here unchecked: half a window would crash far away, "3" at once."""
+    wrong: dict[str, Any] = {"depth": True, "window": 1.5, "p": "3", "keep": 1, "init": None, "max_gradient_norm": "1"}
+    with pytest.raises(ValueError) as refused:
+        make_rule("titans", **wrong)
+    for name, value in wrong.items():
+        assert f"{name} = {value!r}: must be " in str(refused.value)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_named_rules_are_their_own_names(name: str) -> None:
     """The registry is how configurations and checkpoints name a rule."""
