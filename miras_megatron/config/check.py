@@ -7,10 +7,11 @@ together) is said by `make_rule`, in the same form, when the model is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import isfinite
 
 from .errors import ConfigError
 from .rule_table import RULE_TABLE
-from .schema import BLOCK_PATTERNS, MEMORY_LETTERS, PATTERN_LETTERS, Run
+from .schema import BLOCK_PATTERNS, MEMORY_LETTERS, PATTERN_LETTERS, Run, flatten
 from .stability import stable_lr
 
 Problems = Iterator[str]
@@ -89,6 +90,14 @@ def _ranges(run: Run) -> Problems:
         (AT_LEAST_ZERO, lambda x: x >= 0, "must be at least 0"),
         (FRACTIONS, lambda x: 0 < x < 1, "must be between 0 and 1"),
     )
+    for name, number in flatten(run).items():
+        if isinstance(number, float) and not isfinite(number):
+            yield f"{name} = {number}: must be a finite number"
+    for name in ("training.seed", "data.seed"):
+        if (_value(run, name) or 0) >= 2**63:
+            yield f"{name} = {_value(run, name)}: must be below 2^63"
+    if not run.run.dir:
+        yield "run.dir = '': must name a folder, such as runs/mine"
     for names, holds, text in rules:
         for name in names:
             value = _value(run, name)
@@ -140,6 +149,8 @@ def _memory(run: Run) -> Problems:
     named = ("depth", "expansion", "init", "momentum", "keep")
     for name in sorted(set(named) & set(memory.options)):
         yield f"memory.options.{name}: has a field of its own; set memory.{name}"
+    if "name" in memory.options:
+        yield "memory.options.name: has a field of its own; set memory.rule"
 
 
 def _ranks(run: Run, world_size: int) -> Problems:

@@ -32,6 +32,10 @@ def test_a_good_run_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
+        ({"optimizer__lr": float("inf")}, "optimizer.lr = inf: must be a finite number"),
+        ({"training__seed": 2**63}, "training.seed = 9223372036854775808: must be below 2^63"),
+        ({"run__dir": ""}, "run.dir = '': must name a folder, such as runs/mine"),
+        ({"memory__options": {"name": "x"}}, "memory.options.name: has a field of its own; set memory.rule"),
         (
             {"model__block": "mal", "model__layers": 3},
             "model.layers = 3: not a multiple of the 2 letters of 'mw'; nearest 2",
