@@ -242,8 +242,8 @@ def memory_flops_per_token(run: Run) -> float:
 
     For each matrix [out, in]: read and predict with the anchor (4 out in), write into the state
     (2 out in), send the error back through all but the first (2 out in); inside a chunk of C tokens a
-    read meets the writes as queries meet keys, 2 (out + in) C for the square that is computed, C at most a tile. Momentum is
-    a second state to read and write (4 out in). Gates are not counted.
+    read meets the writes as queries meet keys, 2 (out + in) C for the square that is computed, C at most a
+    tile. Momentum is a second state to read and write (4 out in). Gates are not counted.
     """
     facts, model = facts_of(run.memory), run.model
     inside = 2 * min(run.memory.chunk_size, TILE, run.data.sequence_length)
