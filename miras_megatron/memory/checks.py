@@ -14,7 +14,11 @@ OPTIONAL_GATES = ("log_keep",)
 
 def check_scan(rule: Rule, inputs: MemoryInputs, state: MemoryState, chunk_size: int, checkpoint_every: int) -> None:
     """Raise ValueError with every problem of a scan's arguments."""
-    problems = [*_size_problems(inputs, state, chunk_size, checkpoint_every), *_gate_problems(rule, inputs)]
+    problems = [
+        *_size_problems(inputs, state, chunk_size, checkpoint_every),
+        *_state_problems(rule, inputs, state),
+        *_gate_problems(rule, inputs),
+    ]
     if problems:
         raise ValueError(f"memory rule {rule.name!r} can't scan:\n" + "\n".join(f"  {p}" for p in problems))
 
@@ -36,6 +40,21 @@ def _size_problems(inputs: MemoryInputs, state: MemoryState, chunk_size: int, ch
         yield f"state: stands {int(state.phase.max())} tokens inside a chunk, chunk_size = {chunk_size} is smaller"
     if checkpoint_every < 1:
         yield f"checkpoint_every = {checkpoint_every}: must be at least 1"
+
+
+def _state_problems(rule: Rule, inputs: MemoryInputs, state: MemoryState) -> Iterator[str]:
+    """A state of another rule or head width, which would be scanned as if it were this one's."""
+    if inputs.q.ndim != 4:
+        return
+    shapes = rule.shapes(inputs.q.shape[-1])
+    wanted = {"weights": True, "momentum": rule.momentum or rule.is_ftrl, "anchor": not rule.exact}
+    for name, used in wanted.items():
+        held = [tuple(x.shape[2:]) for x in getattr(state, name)]
+        if held != (shapes if used else []):
+            yield (
+                f"state: its {name} are {held}, this rule with heads of {inputs.q.shape[-1]} has "
+                f"{shapes if used else 'none'}; make the state with this rule's init_state"
+            )
 
 
 def _gate_problems(rule: Rule, inputs: MemoryInputs) -> Iterator[str]:

@@ -10,7 +10,8 @@ from helpers.memory_cases import make_case
 from helpers.numerics import assert_close
 from torch.utils import _pytree as pytree
 
-from miras_megatron.memory import MemoryState, make_rule
+from miras_megatron.memory import MemoryInputs, MemoryState, make_rule
+from miras_megatron.memory import scan_memory as scan_chunked
 from miras_megatron.memory.oracle import scan_memory
 from miras_megatron.memory.state import join_rows
 
@@ -95,3 +96,17 @@ def test_mapping_reaches_every_tensor_and_only_tensors() -> None:
     assert doubled.seen is None
     for name, x in state.tensors().items():
         assert_close(name, doubled.tensors()[name].double(), 2.0 * x.double(), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "width", "wrong"),
+    [("yaad", 4, "momentum"), ("titans_linear", 4, "weights"), ("titans", 6, "weights")],
+)
+def test_a_state_of_another_rule_is_refused(other: str, width: int, wrong: str) -> None:
+    """Yaad's state in a Titans memory would scan without its momentum and never say so."""
+    rule, foreign = make_rule("titans"), make_rule(other)
+    state = foreign.init_state(foreign.init_params(2, width), 1)
+    gate = torch.full((1, 3, 2), 0.1)
+    inputs = MemoryInputs(*torch.randn(3, 1, 3, 2, 4), momentum=gate, lr=gate)
+    with pytest.raises(ValueError, match=f"state: its {wrong} are .*init_state"):
+        scan_chunked(rule, rule.init_params(2, 4), inputs, state)
