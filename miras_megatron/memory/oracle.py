@@ -38,20 +38,17 @@ def scan_memory(
                  Position 0 goes on from `state`; every later start begins from `rule.init_state`
     checkpoint_every   of the fast scan's signature; changes nothing here
     returns      reads [B, T, N, D] in the dtype of q, and the state after each row's last token.
-                 Arithmetic is in float32, or float64 where the inputs are
+                 Arithmetic is in the dtype of the state, float32 or float64
     """
     batch, length = inputs.q.shape[:2]
-    params = {name: _widen(p) for name, p in params.items()}
-    tokens = Tokens.prepare(rule, params, inputs.map(_widen))
+    dtype = state.weights[0].dtype
+    params = {name: p.to(dtype) for name, p in params.items()}
+    tokens = Tokens.prepare(rule, params, inputs.map(lambda x: x.to(dtype)))
     rows = []
     for b in range(batch):
         starts = _later_starts(cu_seqlens, b, length)
         rows.append(_scan_row(rule, params, tokens.row(b), state.rows(torch.tensor([b])), chunk_size, starts))
     return torch.cat([reads for reads, _ in rows]).to(inputs.q.dtype), join_rows([end for _, end in rows])
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _later_starts(cu_seqlens: CuSeqlens, row: int, length: int) -> set[int]:

@@ -537,3 +537,14 @@ def test_the_outer_gradient_passes_through_the_inner_loop(name: str) -> None:
 def _reads_and_weights(case: Case) -> tuple[Tensor, ...]:
     reads, end = scan_memory(case.rule, case.params, case.inputs, case.state, case.chunk_size)
     return reads, *end.weights
+
+
+@pytest.mark.parametrize("name", ["titans", "memora", "gated_deltanet"])
+def test_inputs_of_another_dtype_are_computed_in_the_states(name: str) -> None:
+    """float64 inputs with init_params' default float32 would be an error, or arithmetic in a dtype nobody named."""
+    case = make_case(RULES[name], 9, 4, fresh=True, dtype=torch.float32)
+    double = case.inputs.map(lambda x: x.detach().double())
+    reads, end = scan_memory(case.rule, case.params, double, case.state, 4)
+    want, _ = scan_memory(case.rule, case.params, case.inputs, case.state, 4)
+    assert reads.dtype == torch.float64 and end.weights[0].dtype == torch.float32
+    assert torch.equal(reads.float(), want)
