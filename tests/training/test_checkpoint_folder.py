@@ -1,13 +1,15 @@
 """Checkpoints as files: whole or absent, checked, and never running anybody's code."""
 
+import io
 import os
 import pickle
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from miras_megatron.training.checkpoint_folder import (
+    _IndexReader,
     complete_checkpoints,
     damaged_files,
     describe,
@@ -163,3 +165,27 @@ def test_the_common_state_is_plain_values_with_known_names(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="can't be read"):
         read_plain(path, ("step",))
     assert torch.serialization.get_safe_globals()
+
+
+class ByName:
+    """What Python 3.11.0 to 3.11.3 make of an enumeration's member, and what a stranger could make of it."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return (getattr, self.call)
+
+
+def test_an_enumeration_pickled_by_name_is_read():
+    """Debian 12's own Python writes .metadata so: every checkpoint made with it would be refused as damaged."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    stored = pickle.dumps(ByName(_MEM_FORMAT_ENCODING, member.name))
+    assert _IndexReader(io.BytesIO(stored)).load() is member
+
+
+@pytest.mark.parametrize("call", [(_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__")])
+def test_any_other_attribute_is_refused(call):
+    """getattr on a class leads to everything that Python can do."""
+    with pytest.raises(pickle.UnpicklingError, match="is not allowed"):
+        _IndexReader(io.BytesIO(pickle.dumps(ByName(*call)))).load()
