@@ -11,8 +11,9 @@ OPTIONAL = (
     "Apex is not installed",
     "absl.logging is not installed",
     "full scope is deprecated. Use empty cuda_graph",
+    "`load_state_dict` is deprecated",
 )
-"""How the messages begin; the last is about a default of core's own configuration."""
+"""How the messages begin; the last two are about what core itself calls and defaults to."""
 
 for message in OPTIONAL:
     warnings.filterwarnings("ignore", message=message)
