@@ -1,7 +1,6 @@
 """What must fit together in a run, told all at once and before any device is touched.
 
-Torch-free, so that a login node can say it. What only the memory rules know (which choices go
-together) is said by `make_rule`, in the same form, when the model is built.
+Torch-free, so that a login node can say it; which choices of a memory rule go together included.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator
 from math import isfinite
 
 from .errors import ConfigError
-from .rule_table import RULE_TABLE
+from .rule_table import rule_problems
 from .schema import BLOCK_PATTERNS, MEMORY_LETTERS, PATTERN_LETTERS, Run, flatten
 from .stability import stable_lr
 
@@ -26,7 +25,10 @@ def check_run(run: Run, source: str, world_size: int = 1) -> None:
 
 def find_problems(run: Run, world_size: int = 1) -> Problems:
     """Every problem, one line each: field, value, rule, way out."""
-    for part in (_ranges, _pattern, _divisibility, _memory, _data, _needles, _schedule):
+    for part in (_ranges, _pattern, _divisibility):
+        yield from part(run)
+    yield from rule_problems(run.memory)
+    for part in (_data, _needles, _schedule):
         yield from part(run)
     yield from _ranks(run, world_size)
 
@@ -66,9 +68,7 @@ POSITIVE = (
     "training.global_batch optimizer.lr optimizer.eps logging.every logging.profile_steps evaluate.batches "
     "evaluate.needle_samples"
 ).split()
-POSITIVE_OR_NULL = (
-    "model.ffn model.vocab_size memory.depth memory.expansion memory.horizon memory.lr_max logging.peak_tflops"
-).split()
+POSITIVE_OR_NULL = ("model.ffn model.vocab_size memory.horizon memory.lr_max logging.peak_tflops").split()
 AT_LEAST_ZERO = (
     "model.persistent_tokens model.memory_tokens model.conv data.workers optimizer.min_lr optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip checkpoint.every checkpoint.keep logging.memory_every "
@@ -137,20 +137,6 @@ def _divisibility(run: Run) -> Problems:
             yield f"parallel.tensor = {tensor}: model.{name} = {value} is not divisible by it"
     if run.parallel.pipeline > 0 and model.layers % run.parallel.pipeline:
         yield f"parallel.pipeline = {run.parallel.pipeline}: model.layers = {model.layers} is not divisible by it"
-
-
-def _memory(run: Run) -> Problems:
-    memory = run.memory
-    if memory.rule not in RULE_TABLE:
-        yield f"memory.rule = {memory.rule!r}: unknown; the named rules are {', '.join(RULE_TABLE)}"
-        return
-    if memory.depth is not None and memory.depth > 4:
-        yield f"memory.depth = {memory.depth}: a memory has 1 to 4 matrices"
-    named = ("depth", "expansion", "init", "momentum", "keep")
-    for name in sorted(set(named) & set(memory.options)):
-        yield f"memory.options.{name}: has a field of its own; set memory.{name}"
-    if "name" in memory.options:
-        yield "memory.options.name: has a field of its own; set memory.rule"
 
 
 def _ranks(run: Run, world_size: int) -> Problems:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .rule_table import RuleFacts, facts_of
+from .choices import Choices
+from .rule_table import facts_of
 from .schema import MEMORY_LETTERS, Run
 
 FLOAT32 = 4
@@ -122,7 +123,7 @@ def memory_core(run: Run) -> int:
     return paths + _gate_parameters(run, facts) + model.heads * _slow_parameters(facts, model.head_dim)
 
 
-def _slow_parameters(facts: RuleFacts, head_dim: int) -> int:
+def _slow_parameters(facts: Choices, head_dim: int) -> int:
     """Of one head: W_0 of every matrix, LN, Memora's scales, coefficients of polynomial features."""
     matrices = sum(out * width for out, width in facts.shapes(head_dim))
     norm = 2 * head_dim if facts.layer_norm else 0
@@ -130,7 +131,7 @@ def _slow_parameters(facts: RuleFacts, head_dim: int) -> int:
     return matrices + norm + scales + (facts.degree + 1 if facts.degree > 1 else 0)
 
 
-def gate_widths(run: Run, facts: RuleFacts) -> dict[str, list[int]]:
+def gate_widths(run: Run, facts: Choices) -> dict[str, list[int]]:
     """Gate name -> values a head and token of each of its slots (one slot a matrix, or one for all)."""
     takes = {
         "log_keep": facts.keep and not facts.fixed_keep,
@@ -147,7 +148,7 @@ def gate_widths(run: Run, facts: RuleFacts) -> dict[str, list[int]]:
     return slots
 
 
-def _layer_widths(run: Run, facts: RuleFacts) -> list[int]:
+def _layer_widths(run: Run, facts: Choices) -> list[int]:
     """Width of a layered gate on each matrix: channels act on the last one's rows, the first one's columns."""
     width = run.model.head_dim if run.memory.gates == "channel" else 1
     first = width if facts.degree == 1 or (facts.depth == 1 and facts.gate_side == "rows") else 1
@@ -155,7 +156,7 @@ def _layer_widths(run: Run, facts: RuleFacts) -> list[int]:
     return widths if run.memory.gates_per_layer or len(set(widths)) > 1 else widths[:1]
 
 
-def _gate_parameters(run: Run, facts: RuleFacts) -> int:
+def _gate_parameters(run: Run, facts: Choices) -> int:
     model, memory = run.model, run.memory
     slots = gate_widths(run, facts)
     bias = model.heads * sum(sum(widths) for widths in slots.values())

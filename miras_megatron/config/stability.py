@@ -9,7 +9,8 @@ of the last matrix with them, so this is a start and no promise.
 
 from __future__ import annotations
 
-from .rule_table import RuleFacts, facts_of
+from .choices import Choices
+from .rule_table import facts_of
 from .schema import Run
 
 LAYER_NORM_CURVATURE = {1: 0.3, 2: 2.0, 3: 6.0, 4: 10.0}
@@ -44,7 +45,7 @@ def inner_lr_max(run: Run) -> float:
     return run.memory.lr_max if run.memory.lr_max is not None else stable_lr(run)
 
 
-def _curvature(facts: RuleFacts, run: Run) -> float:
+def _curvature(facts: Choices, run: Run) -> float:
     """lambda over chunk."""
     if facts.retention in ("kl", "sigmoid"):
         return SIMPLEX_CURVATURE

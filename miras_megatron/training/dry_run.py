@@ -5,14 +5,12 @@ from __future__ import annotations
 from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import sizes_of
-from ..memory import make_rule
 from .tokenizer import load_tokenizer
 
 
 def describe_run(run: Run, source: str, world_size: int = 1) -> str:
-    """Sizes of `run` on `world_size` ranks. Raises ConfigError with every problem, ValueError for rule or tokenizer."""
+    """Sizes of `run` on `world_size` ranks. Raises ConfigError with every problem, ValueError for a tokenizer."""
     check_run(run, source, world_size)
-    make_rule(run.memory.rule, **run.memory.choices)
     vocabulary = run.model.vocab_size or load_tokenizer(run.data.tokenizer).vocab_size
     sizes = sizes_of(run, vocabulary, world_size)
     data, tensor, pipeline = run.data_ranks(world_size), run.parallel.tensor, run.parallel.pipeline

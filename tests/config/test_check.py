@@ -66,6 +66,17 @@ def test_a_good_run_has_no_problems() -> None:
             {"memory__options": {"momentum": False}},
             "memory.options.momentum: has a field of its own; set memory.momentum",
         ),
+        (
+            {"memory__options": {"link": "exact_link"}},
+            "memory.options.link = 'exact_link': no effect with retention = 'decay'",
+        ),
+        ({"memory__rule": "memora", "memory__momentum": True}, "memory.momentum = True with retention = 'kl': "),
+        ({"memory__options": {"dept": 2}}, "memory.options.dept: unknown choice; did you mean depth?"),
+        ({"memory__options": {"window": 1.5}}, "memory.options.window = 1.5: must be a whole number"),
+        (
+            {"memory__rule": "titans_linear", "memory__options": {"gate_side": "columns"}},
+            "memory.options.gate_side = 'columns': no effect with memory.gates = 'head'",
+        ),
         ({"memory__lr_init": 1.0}, "memory.lr_init = 1.0: must be between 0 and 1"),
         ({"memory__horizon_spread": 0.5}, "memory.horizon_spread = 0.5: must be at least 1"),
         ({"memory__horizon": 0.0}, "memory.horizon = 0.0: must be above 0, or null"),

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from miras_megatron.memory import RULES, Rule, make_rule
+from miras_megatron.memory.choices import EFFECTS, PRESETS, Choices
 
 SMALL = {"expansion": 2}
 
@@ -14,12 +15,13 @@ def _options() -> dict[str, Rule]:
     """Every choice of every field away from its default, by a name that says which."""
 
     def titans(**choices: Any) -> Rule:
-        return make_rule("titans", **SMALL | choices)
+        return make_rule("titans", **(SMALL if choices.get("depth") != 1 else {}) | choices)
 
     def linear(**choices: Any) -> Rule:
         return make_rule("titans_linear", **choices)
 
-    elastic = {"retention": "elastic_net", "keep": False, "momentum": False, "c1": 3.0, "c2": 2.0}
+    ftrl = {"retention": "elastic_net", "elastic_form": "ftrl", "keep": False, "momentum": False, "c1": 3.0}
+    elastic = ftrl | {"elastic_form": "local", "c2": 2.0}
     return {
         "depth_1": titans(depth=1),
         "depth_3": titans(depth=3),
@@ -49,8 +51,8 @@ def _options() -> dict[str, Rule]:
         "kl_linear_no_keep": make_rule("memora", **SMALL, keep=False),
         "elastic_local_hard": titans(**elastic),
         "elastic_local_smooth": titans(**elastic, soft="smooth"),
-        "elastic_ftrl_hard": titans(**elastic, elastic_form="ftrl"),
-        "elastic_ftrl_smooth": titans(**elastic, elastic_form="ftrl", soft="smooth"),
+        "elastic_ftrl_hard": titans(**ftrl),
+        "elastic_ftrl_smooth": titans(**ftrl, soft="smooth"),
         "sigmoid": titans(retention="sigmoid", keep=False, momentum=False),
         "no_momentum": titans(momentum=False),
         "window_3_momentum": titans(window=3),
@@ -90,7 +92,13 @@ ALL_RULES = RULES | OPTIONS
 def random_rules(count: int, seed: int) -> dict[str, Rule]:
     """`count` legal mixtures of choices, drawn field by field so that none is refused."""
     draw = random.Random(seed)
-    return {f"mix_{i}": make_rule("titans", **_legal_choices(draw)) for i in range(count)}
+    return {f"mix_{i}": make_rule("titans", **_with_effect(_legal_choices(draw))) for i in range(count)}
+
+
+def _with_effect(choices: dict[str, Any]) -> dict[str, Any]:
+    """The drawn choices that change something beside the others."""
+    drawn = Choices(name="titans", **PRESETS["titans"] | choices)
+    return {name: value for name, value in choices.items() if EFFECTS[name].when(drawn)}
 
 
 def _legal_choices(draw: random.Random) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from helpers.memory_cases import Case, make_case
 from helpers.memory_rules import ALL_RULES, random_rules
 
-from miras_megatron.memory import RULES, is_affine, make_rule
+from miras_megatron.memory import RULES, is_affine, make_rule, scan_memory
+from miras_megatron.memory.choices import ALWAYS, CHOICES, EFFECTS, PRESETS, Choices, combination_problems
 
 ELASTIC = {"retention": "elastic_net", "keep": False, "momentum": False}
 
@@ -49,6 +52,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "rates_one": ("swla", {"write_rate": "one"}, ("two_rates", "write_rate")),
     "rates_orthogonal": ("atlas", {"window": 2, "two_rates": True}, ("two_rates", "newton_schulz", "chunk")),
     "lq_from_zero": ("moneta", {"init": "zeros"}, ("lq", "init", "zeros")),
+    "p_infinite": ("moneta", {"p": math.inf}, ("p", "inf", "finite")),
+    "p_nan": ("moneta", {"p": math.nan}, ("p", "nan", "finite")),
+    "q_infinite": ("moneta", {"q": math.inf}, ("q", "inf", "finite")),
+    "q_nan": ("moneta", {"q": math.nan}, ("q", "nan", "finite")),
+    "c1_nan": ("yaad", ELASTIC | {"c1": math.nan}, ("c1", "nan")),
+    "c2_infinite": ("yaad", ELASTIC | {"c2": math.inf}, ("c2", "inf", "finite")),
+    "sharpness_infinite": ("yaad", {"sharpness": math.inf}, ("sharpness", "inf", "finite")),
+    "clamp_infinite": ("titans", {"max_gradient_norm": math.inf}, ("max_gradient_norm", "inf", "null")),
     "exact_depth": ("deltanet", {"depth": 2}, ("gradient_at", "depth", "2")),
     "exact_norm": ("deltanet", {"layer_norm": True}, ("gradient_at", "layer_norm")),
     "exact_objective": ("deltanet", {"objective": "lp"}, ("gradient_at", "objective", "lp")),
@@ -57,6 +68,71 @@ WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "exact_window": ("deltanet", {"window": 2}, ("gradient_at", "window", "2")),
     "exact_clamp": ("gated_deltanet", {"max_gradient_norm": 1.0}, ("gradient_at", "max_gradient_norm")),
 }
+
+
+WITHOUT_EFFECT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "expansion": ("titans", {"depth": 1, "expansion": 2}, "expansion = 2: no effect with depth = 1"),
+    "p": ("titans", {"p": 2.0}, "p = 2.0: no effect with objective = 'l2'"),
+    "p_default": ("yaad", {"p": 3.0}, "p = 3.0: no effect with objective = 'huber_mixed'"),
+    "sharpness": ("titans", {"sharpness": 4.0}, "sharpness = 4.0: no effect with objective = 'l2'"),
+    "sharpness_l2": ("moneta", {"p": 2.0, "sharpness": 4.0}, "sharpness = 4.0: no effect with objective = 'lp', p"),
+    "q": ("titans", {"q": 3.0}, "q = 3.0: no effect with retention = 'decay'"),
+    "link": ("memora", {"link": "exact_link"}, "link = 'exact_link': no effect with retention = 'kl'"),
+    "link_read": ("titans", {"link_read": "token"}, "link_read = 'token': no effect with retention = 'decay'"),
+    "link_read_2": ("moneta", {"q": 2.0, "link_read": "token"}, "link_read = 'token': no effect with retention = 'lq'"),
+    "kl_form": ("moneta", {"kl_form": "linear"}, "kl_form = 'linear': no effect with retention = 'lq'"),
+    "elastic_form": ("titans", {"elastic_form": "ftrl"}, "elastic_form = 'ftrl': no effect with retention"),
+    "c1": ("titans", {"c1": 3.0}, "c1 = 3.0: no effect with retention = 'decay'"),
+    "c2": ("yaad", ELASTIC | {"elastic_form": "ftrl", "c2": 1.0}, "c2 = 1.0: no effect with retention = 'elastic_net'"),
+    "soft": ("yaad", {"soft": "smooth"}, "soft = 'smooth': no effect with retention = 'decay'"),
+    "soft_inf": ("yaad", ELASTIC | {"c1": math.inf, "soft": "smooth"}, "soft = 'smooth': no effect with retention"),
+    "gate_side": ("titans", {"gate_side": "columns"}, "gate_side = 'columns': no effect with depth = 2"),
+    "gate_side_gateless": ("retnet", {"gate_side": "rows"}, "gate_side = 'rows': no effect with depth = 1"),
+    "gate_side_wide": ("titans_linear", {"degree": 2, "gate_side": "columns"}, "gate_side = 'columns': no effect"),
+    "init": ("memora", {"init": "wide_input"}, "init = 'wide_input': no effect with retention = 'kl'"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_a_given_choice_without_effect_is_refused_with_the_way_out(case: str) -> None:
+    """Otherwise somebody tunes a number that nothing reads, and reports what it did."""
+    name, choices, words = WITHOUT_EFFECT[case]
+    with pytest.raises(ValueError) as refused:
+        make_rule(name, **choices)
+    assert words in str(refused.value) and "leave it out, or set " in str(refused.value)
+
+
+def test_every_choice_says_when_it_has_an_effect() -> None:
+    """A new choice without an entry would be accepted everywhere; every entry that may refuse is refused above."""
+    assert list(EFFECTS) == [f.name for f in fields(Choices) if f.name != "name"]
+    may_refuse = {name for name, effect in EFFECTS.items() if effect is not ALWAYS}
+    assert may_refuse == {line.partition(" = ")[0] for _, _, line in WITHOUT_EFFECT.values()}
+
+
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_a_choice_said_to_have_no_effect_has_none(name: str) -> None:
+    """The table must not refuse what would have computed something else."""
+    rule = ALL_RULES[name]
+    others = {"expansion": 3, "p": 1.5, "sharpness": 2.0, "q": 1.7, "c1": 0.5, "c2": 0.3}
+    others |= {field: CHOICES[field][-1] for field in ("link", "link_read", "kl_form", "elastic_form", "soft")}
+    idle = {field: value for field, value in others.items() if not EFFECTS[field].when(rule)}
+    case = make_case(rule, 7, 3, batch=1, heads=1, head_dim=3)
+    changed = replace(case, rule=replace(rule, **idle))
+    assert idle and all(torch.equal(got, want) for got, want in zip(_results(changed), _results(case), strict=True))
+
+
+def _results(case: Case) -> list[torch.Tensor]:
+    reads, state = scan_memory(case.rule, case.params, case.inputs, case.state, 3)
+    return [reads, *state.tensors().values()]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_defaults_and_presets_are_never_refused(name: str) -> None:
+    """A named rule is legal, also written out in full; and no choice that nobody gave is held against them."""
+    assert make_rule(name, **PRESETS[name]) == RULES[name]
+    for changes in ({"depth": 1}, {"retention": "decay"}, {"objective": "l2"}, {"keep": False}):
+        if not combination_problems(Choices(name=name, **PRESETS[name] | changes)):
+            make_rule(name, **changes)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -72,15 +148,18 @@ def test_a_wrong_combination_is_refused_by_name(wrong: str) -> None:
 def test_every_problem_is_told_at_once() -> None:
     """Otherwise a user mends a configuration one error a start."""
     with pytest.raises(ValueError) as refused:
-        make_rule("deltanet", depth=2, layer_norm=True, window=3, p=0.1)
-    assert str(refused.value).count("\n") >= 4
+        make_rule("deltanet", depth=2, layer_norm=True, window=3, p=2.0, link="printed")
+    assert str(refused.value).count("\n") == 5
+    with pytest.raises(ValueError) as refused:
+        make_rule("deltanet", dept=2, layer_norm="no", window=0, p=0.1, link="exact")
+    assert str(refused.value).count("\n") == 5
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     """Otherwise a misspelt rule or option would be a KeyError far from its cause, or silently ignored."""
     with pytest.raises(ValueError, match=r"'titan'.*titans.*memora"):
         make_rule("titan")
-    with pytest.raises(ValueError, match=r"titans.*unknown choice dept, momentun.*depth"):
+    with pytest.raises(ValueError, match=r"titans(.|\n)*dept: unknown .* depth(.|\n)*momentun: unknown .* momentum"):
         make_rule("titans", dept=2, momentun=False)
 
 

@@ -15,7 +15,7 @@ from miras_megatron.training.main import main
 ABLATIONS = {
     "no momentum": {"memory__momentum": "false"},
     "no keep": {"memory__keep": "false"},
-    "linear memory": {"memory__depth": 1},
+    "linear memory": {"memory__depth": 1, "memory__expansion": "null"},
     "deep memory": {"memory__depth": 3},
     "no convolution": {"model__conv": 0},
     "no persistent tokens": {"model__block": "mac", "model__persistent_tokens": 0},
