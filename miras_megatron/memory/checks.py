@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -12,10 +12,18 @@ from .state import MemoryInputs, MemoryState
 OPTIONAL_GATES = ("log_keep",)
 
 
-def check_scan(rule: Rule, inputs: MemoryInputs, state: MemoryState, chunk_size: int, checkpoint_every: int) -> None:
+def check_scan(
+    rule: Rule,
+    params: Mapping[str, Tensor],
+    inputs: MemoryInputs,
+    state: MemoryState,
+    chunk_size: int,
+    checkpoint_every: int,
+) -> None:
     """Raise ValueError with every problem of a scan's arguments."""
     problems = [
         *_size_problems(inputs, state, chunk_size, checkpoint_every),
+        *_param_problems(rule, params, inputs),
         *_state_problems(rule, inputs, state),
         *_gate_problems(rule, inputs),
     ]
@@ -34,12 +42,31 @@ def _size_problems(inputs: MemoryInputs, state: MemoryState, chunk_size: int, ch
     rows, heads = state.weights[0].shape[:2]
     if (rows, heads) != (shape[0], shape[2]):
         yield f"state: holds {rows} rows of {heads} heads, the inputs {shape[0]} of {shape[2]}"
-    if chunk_size < 1:
-        yield f"chunk_size = {chunk_size}: must be at least 1"
-    elif int(state.phase.max()) >= chunk_size:
+    sizes = {"chunk_size": chunk_size, "checkpoint_every": checkpoint_every}
+    wrong = [name for name, size in sizes.items() if type(size) is not int or size < 1]
+    yield from (f"{name} = {sizes[name]!r}: must be a whole number of at least 1" for name in wrong)
+    if "chunk_size" in wrong:
+        return
+    if int(state.phase.max()) >= chunk_size:
         yield f"state: stands {int(state.phase.max())} tokens inside a chunk, chunk_size = {chunk_size} is smaller"
-    if checkpoint_every < 1:
-        yield f"checkpoint_every = {checkpoint_every}: must be at least 1"
+
+
+def _param_problems(rule: Rule, params: Mapping[str, Tensor], inputs: MemoryInputs) -> Iterator[str]:
+    """Slow parameters of another rule, width or number of heads: one too many would be used as if it belonged here."""
+    if inputs.q.ndim != 4:
+        return
+    heads, width = inputs.q.shape[2:]
+    wanted = rule.param_shapes(heads, width)
+    for name in [*wanted, *sorted(params.keys() - wanted.keys())]:
+        if name not in wanted:
+            yield f"params[{name!r}]: this rule has no such parameter; it has {', '.join(wanted)}"
+        elif name not in params:
+            yield f"params[{name!r}]: missing; make the params with this rule's init_params"
+        elif tuple(params[name].shape) != wanted[name]:
+            yield (
+                f"params[{name!r}] {tuple(params[name].shape)}: must be {wanted[name]} for {heads} heads of {width}; "
+                "make the params with this rule's init_params"
+            )
 
 
 def _state_problems(rule: Rule, inputs: MemoryInputs, state: MemoryState) -> Iterator[str]:

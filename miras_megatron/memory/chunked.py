@@ -48,7 +48,7 @@ def scan_memory(
     returns           reads [B, T, N, D] in q's dtype, and the state after each row's last token
     Raises ValueError with every problem of the arguments. Gradients flow to inputs, params and state.
     """
-    check_scan(rule, inputs, state, chunk_size, checkpoint_every)
+    check_scan(rule, params, inputs, state, chunk_size, checkpoint_every)
     batch, length = inputs.q.shape[:2]
 
     def scan(part: MemoryInputs, start: MemoryState) -> tuple[Tensor, MemoryState]:

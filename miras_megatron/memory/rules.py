@@ -61,6 +61,21 @@ class Rule(Choices):
             params["log_keep"] = torch.log1p(-torch.exp2(-5.0 - h))
         return params
 
+    def param_shapes(self, heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of everything `init_params` makes."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i, matrix in enumerate(self.shapes(head_dim)):
+            shapes[f"weight_{i}"] = (heads, *matrix)
+            if self.retention == "kl":
+                shapes[f"scale_{i}"] = (heads,)
+        if self.layer_norm:
+            shapes |= {"norm_weight": (heads, head_dim), "norm_bias": (heads, head_dim)}
+        if self.degree > 1:
+            shapes["coefficients"] = (heads, self.degree + 1)
+        if self.fixed_keep:
+            shapes["log_keep"] = (heads,)
+        return shapes
+
     def _init_std(self, layer: int, fan_in: int) -> float:
         if self.init == "zeros":
             return 0.0

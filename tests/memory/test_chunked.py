@@ -355,6 +355,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "lr: 2 tensors": (replace(x, lr=(ones, ones)), {}),
         "k ": (replace(x, k=x.k[..., :2]), {}),
         "chunk_size = 0": (x, {"chunk_size": 0}),
+        "chunk_size = 1.5": (x, {"chunk_size": 1.5}),
+        "chunk_size = True": (x, {"chunk_size": True}),
+        "checkpoint_every = 2.0": (x, {"checkpoint_every": 2.0}),
         "chunk_size = 3": (x, {"chunk_size": 3}),
         "checkpoint_every": (x, {"checkpoint_every": 0}),
         "cu_seqlens of row 0": (x, {"cu_seqlens": torch.tensor([0, 4])}),
@@ -365,6 +368,24 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         with pytest.raises(ValueError) as refused:
             scan_memory(case.rule, case.params, inputs, case.state, **({"chunk_size": 4} | options))
         assert words in str(refused.value), f"{words!r} isn't named in: {refused.value}"
+
+
+def test_params_of_another_rule_or_width_are_refused_by_name() -> None:
+    """A norm too many would be applied, one too few left out, and a wrong width be an error inside a product."""
+    case = make_case(make_rule("titans"), 5, 4)
+    weight, norm = case.params["weight_1"], case.params["norm_bias"]
+    without = {name: x for name, x in case.params.items() if name != "norm_weight"}
+    wrong = without | {"weight_1": weight[:, :, 1:], "norm_bias": norm[:1], "coefficients": norm}
+    with pytest.raises(ValueError) as refused:
+        scan_memory(case.rule, wrong, case.inputs, case.state, 4)
+    first, *lines = str(refused.value).splitlines()
+    assert "titans" in first
+    assert [line.partition(":")[0].strip() for line in lines] == [
+        "params['weight_1'] (2, 4, 15)",
+        "params['norm_weight']",
+        "params['norm_bias'] (1, 4)",
+        "params['coefficients']",
+    ]
 
 
 def test_a_channel_gate_on_polynomial_columns_is_refused() -> None:

@@ -185,6 +185,7 @@ def test_params_and_state_fit_the_shapes(name: str) -> None:
     rule, heads, width, batch = ALL_RULES[name], 3, 5, 2
     params = rule.init_params(heads, width)
     state = rule.init_state(params, batch)
+    assert {name: tuple(p.shape) for name, p in params.items()} == rule.param_shapes(heads, width)
     assert all(p.shape[0] == heads for p in params.values())
     assert set(rule.fixed_params) <= set(params)
     for i, shape in enumerate(rule.shapes(width)):
