@@ -7,29 +7,29 @@ holds whole sequences; ranks that share a sequence bring their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
-Inputs = TypeVar("Inputs")
-Outputs = TypeVar("Outputs")
-State = TypeVar("State")
+from .documents import Documents
 
-CuSeqlens = Tensor | Sequence[Tensor] | None
-"""Document starts and, last, T: one int64 tensor for all rows or one per row; None: one document.
-The first document of a row goes on from the state that comes in, every later one starts anew."""
+Scan = Callable[[Any, Any, Documents | None, slice], tuple[Tensor, Any]]
+"""(inputs, state, documents, heads) -> (outputs, state after the last token), for those heads alone."""
 
 
 class StateCarry(Protocol):
     """What a layer asks of the world beyond its slice.
 
-    whole  a state of None means that there is nothing to the left
+    before     per batch row how many tokens of its first document are to the left, where this carry brings their
+               state; 0: the row begins a document here. None: a state passed to the layer says it
+    passes_on  whether the state after the last token is wanted to the right
     """
 
-    whole: bool
+    before: list[int] | None
+    passes_on: bool
 
-    def left_context(self, x: Tensor, width: int, previous: Tensor | None, cu_seqlens: CuSeqlens) -> Tensor:
+    def left_context(self, x: Tensor, width: int, previous: Tensor | None, documents: Documents | None) -> Tensor:
         """The `width` rows before x's first token, zeros where there are none.
 
         x [B, T, ...] the stream here; previous [B, width, ...] the rows a state brought, or None; returns
@@ -38,23 +38,33 @@ class StateCarry(Protocol):
         ...
 
     def run(
-        self, scan: Callable[[Inputs, State], tuple[Outputs, State]], inputs: Inputs, state: State
-    ) -> tuple[Outputs, State]:
-        """`scan(inputs, state)`, from the state at the end of the slice to the left where there is one."""
+        self, scan: Scan, inputs: Any, state: Any, documents: Documents | None = None, heads: int = 1
+    ) -> tuple[Tensor, Any]:
+        """`scan(inputs, state, documents, ..)`, from the state at the end of the slice to the left where there is one.
+
+        state  where a sequence starts: it has the shapes of every later state, batch in dim 0
+        heads  how many heads may be scanned apart, inputs and state being `MemoryInputs` and `MemoryState`;
+               1: the scan is one piece
+        """
         ...
 
 
 class LocalCarry:
     """The whole sequence is here: nothing to fetch, nothing to wait for."""
 
-    whole = True
+    before: list[int] | None = None
+    passes_on = False
 
-    def left_context(self, x: Tensor, width: int, previous: Tensor | None, cu_seqlens: CuSeqlens) -> Tensor:
+    def left_context(self, x: Tensor, width: int, previous: Tensor | None, documents: Documents | None) -> Tensor:
         """What the state brought, or zeros."""
         return x.new_zeros(x.shape[0], width, *x.shape[2:]) if previous is None else previous.to(x.dtype)
 
     def run(
-        self, scan: Callable[[Inputs, State], tuple[Outputs, State]], inputs: Inputs, state: State
-    ) -> tuple[Outputs, State]:
+        self, scan: Scan, inputs: Any, state: Any, documents: Documents | None = None, heads: int = 1
+    ) -> tuple[Tensor, Any]:
         """The scan, as it is."""
-        return scan(inputs, state)
+        return scan(inputs, state, documents, ALL_HEADS)
+
+
+ALL_HEADS = slice(None)
+LOCAL = LocalCarry()

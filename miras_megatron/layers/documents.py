@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .carry import CuSeqlens
+CuSeqlens = Tensor | Sequence[Tensor] | None
+"""Document starts and, last, T: one int64 tensor for all rows or one per row; None: one document.
+The first document of a row goes on from the state that comes in, every later one starts anew."""
 
 FAR = 1 << 60
 """Added to the place of tokens of a row's first document: what is to their left is theirs too."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .block_spec import BlockSpec
-from .carry import CuSeqlens
-from .documents import Documents, join_trees
+from .carry import LOCAL, StateCarry
+from .documents import CuSeqlens, Documents, join_trees
 from .linear import LinearFactory
 from .window_attention import AttentionHeads, attend
 
@@ -35,9 +35,20 @@ class FullAttention(nn.Module):
         self.out = factory.make(spec.hidden, spec.hidden, split="row", std=spec.out_std)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: CuSeqlens = None, state: Tree | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: CuSeqlens = None,
+        state: Tree | None = None,
+        return_state: bool = False,
+        carry: StateCarry = LOCAL,
     ) -> tuple[Tensor, Tree | None]:
-        """x [B, T, d] -> y [B, T, d], and the state after the last token where asked for."""
+        """x [B, T, d] -> y [B, T, d], and the state after the last token where asked for.
+
+        Raises ValueError where a carry would bring its growing state from elsewhere.
+        """
+        if carry.before is not None or carry.passes_on:
+            raise ValueError("full attention (letter a) needs whole sequences: its state grows with them")
         documents = Documents.of(cu_seqlens, *x.shape[:2])
         query = self.attention.queries(x)
         key, value = self.attention.keys_values(x)

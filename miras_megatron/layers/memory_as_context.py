@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..memory import MemoryState
 from .block_spec import BlockSpec
-from .carry import CuSeqlens
-from .documents import Documents
+from .carry import LOCAL, StateCarry
+from .documents import CuSeqlens, Documents
 from .head_norm import HeadNorm, unit
 from .lane_states import LaneStates
 from .linear import LinearFactory, own_heads, persistent_rows
@@ -72,23 +72,42 @@ class MemoryAsContext(nn.Module):
         self.zero_memory_reads = False
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: CuSeqlens = None, state: Tree | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: CuSeqlens = None,
+        state: Tree | None = None,
+        return_state: bool = False,
+        carry: StateCarry = LOCAL,
     ) -> tuple[Tensor, Tree | None]:
         """x [B, T, d] -> y [B, T, d], and the state after the last token where asked for."""
         batch, tokens = x.shape[:2]
         documents = Documents.of(cu_seqlens, batch, tokens)
-        places = None if state is None else [int(p) for p in state["position"]]
-        plan = plan_segments(documents, batch, tokens, self.spec.segment, places, return_state)
-        features, tail = self._features(x, state, documents, places)
-        walked = {name: state[name] for name in ("lane", "open", "position")} if state is not None else {}
-        inputs = SegmentInputs(features.flatten(0, 1), plan)
-        mixed, after = self.core.carry.run(self._walk, inputs, walked)
+        places = self._places(state, carry)
+        ends = return_state or carry.passes_on
+        plan = plan_segments(documents, batch, tokens, self.spec.segment, places, ends)
+        features, tail = self._features(x, state, documents, places, carry)
+        start = {name: state[name] for name in ("lane", "open", "position")} if state is not None else {}
+        if carry.before is not None:
+            start = self._blank(batch)
+        mixed, after = carry.run(self._walk, SegmentInputs(features.flatten(0, 1), plan), start, documents)
         y = self.out(mixed.index_select(0, plan.back(batch * tokens).to(x.device)).unflatten(0, (batch, tokens)))
         return y, after | {"query": tail} if return_state else None
 
+    def _places(self, state: Tree | None, carry: StateCarry) -> list[int] | None:
+        """How far into its segment each row stands at token 0; None: all rows are fresh."""
+        if carry.before is not None:
+            return [tokens % self.spec.segment for tokens in carry.before]
+        return None if state is None else [int(p) for p in state["position"]]
+
     # -- before the first segment --------------------------------------------------------------------
     def _features(
-        self, x: Tensor, state: Tree | None, documents: Documents | None, places: list[int] | None
+        self,
+        x: Tensor,
+        state: Tree | None,
+        documents: Documents | None,
+        places: list[int] | None,
+        carry: StateCarry,
     ) -> tuple[Tensor, Tensor]:
         """[B, T, N, 3 D or 4 D] of all tokens, and the tail of the queries' convolution."""
         positions = self._positions(x, documents, places)
@@ -96,7 +115,7 @@ class MemoryAsContext(nn.Module):
         parts = [self.attention.turn(self.attention.queries(x), positions), self.attention.turn(key, positions), value]
         if self.memory_queries is not None:
             return torch.cat(parts, -1), x.new_zeros(x.shape[0], 0, x.shape[2])
-        asked, tail = self.core.ask(x, None if state is None else state["query"], documents)
+        asked, tail = self.core.ask(x, None if state is None else state["query"], documents, carry)
         return torch.cat([*parts, asked.to(x.dtype)], -1), tail
 
     def _positions(self, x: Tensor, documents: Documents | None, places: list[int] | None) -> Tensor:
@@ -113,10 +132,21 @@ class MemoryAsContext(nn.Module):
         return (torch.stack(rows) % self.spec.segment).to(x.device)
 
     # -- segment after segment -----------------------------------------------------------------------
-    def _walk(self, inputs: SegmentInputs, state: Tree) -> tuple[Tensor, Tree]:
+    def _blank(self, batch: int) -> Tree:
+        """What is carried, before the first segment."""
+        spec, lane = self.spec, self.core.blank(batch)
+        heads = (self.core.heads, self.core.width)
+        rows = lane["query"].new_zeros(batch, spec.segment, *heads)
+        context = lane["query"].new_zeros(batch, spec.memory_tokens or spec.segment, *heads)
+        opened = {"start": lane["memory"], "key": rows, "value": rows, "memory_key": context, "memory_value": context}
+        return {"lane": lane, "open": opened, "position": torch.zeros(batch, dtype=torch.int64)}
+
+    def _walk(
+        self, inputs: SegmentInputs, state: Tree, documents: Documents | None, heads: slice
+    ) -> tuple[Tensor, Tree]:
         """Mixed heads [sum of the groups' tokens, N D] in the plan's order, and the state of every row.
 
-        `state` is empty at the start.
+        `state` is empty or blank at the start.
         """
         plan = inputs.plan
         order = plan.order.to(inputs.features.device)

@@ -8,7 +8,7 @@ writes another. What becomes of the reads is the blocks' business.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..memory import MemoryInputs, MemoryState, read_memory
 from .backends import pick_scan
 from .block_spec import BlockSpec
-from .carry import CuSeqlens, LocalCarry, StateCarry
-from .documents import Documents, last_rows
+from .carry import ALL_HEADS, LOCAL, StateCarry
+from .documents import CuSeqlens, Documents, last_rows
 from .gates import MemoryGates
 from .head_norm import unit
 from .linear import LinearFactory, own_heads
@@ -32,7 +32,6 @@ class MemoryCore(nn.Module):
     def __init__(self, spec: BlockSpec, factory: LinearFactory, generator: torch.Generator):
         super().__init__()
         self.spec = spec
-        self.carry: StateCarry = LocalCarry()
         self.scan_function = pick_scan(spec.rule)
         self.heads, self.width = spec.heads // factory.shards, spec.head_dim
         self.query = factory.make(spec.hidden, spec.hidden, split="column", std=spec.init_std)
@@ -55,39 +54,64 @@ class MemoryCore(nn.Module):
         """The memory before the first token."""
         return self.spec.rule.init_state(self.params(), batch)
 
+    def blank(self, batch: int) -> Tree:
+        """The whole state before the first token: empty tails and the start of the memory."""
+        paths = {"query": (self.query, self.query_conv), "key_value": (self.key_value, self.key_value_conv)}
+        widths = {"query": self.heads * self.width, "key_value": 2 * self.heads * self.width}
+        tails = {
+            name: cast(Tensor, linear.weight).new_zeros(batch, conv.context, widths[name])
+            for name, (linear, conv) in paths.items()
+        }
+        return tails | {"memory": self.start(batch)}
+
     # -- paths ---------------------------------------------------------------------------------------
-    def ask(self, x: Tensor, previous: Tensor | None, documents: Documents | None) -> tuple[Tensor, Tensor]:
+    def ask(
+        self, x: Tensor, previous: Tensor | None, documents: Documents | None, carry: StateCarry = LOCAL
+    ) -> tuple[Tensor, Tensor]:
         """Queries [B, T, N, D] of x [B, T, d], and the convolution's tail; `previous` is the tail so far."""
-        rows, tail = self._convolve(self.query_conv, self.query(x), previous, documents)
+        rows, tail = self._convolve(self.query_conv, self.query(x), previous, documents, carry)
         return unit(rows.unflatten(-1, (self.heads, self.width))), tail
 
-    def note(self, x: Tensor, previous: Tensor | None, documents: Documents | None) -> tuple[Tensor, Tensor, Tensor]:
+    def note(
+        self, x: Tensor, previous: Tensor | None, documents: Documents | None, carry: StateCarry = LOCAL
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values [B, T, N, D] of x [B, T, d], and the convolution's tail."""
-        rows, tail = self._convolve(self.key_value_conv, self.key_value(x), previous, documents)
+        rows, tail = self._convolve(self.key_value_conv, self.key_value(x), previous, documents, carry)
         key, value = rows.unflatten(-1, (self.heads, 2, self.width)).unbind(-2)
         return unit(key), value, tail
 
     def _convolve(
-        self, conv: ShortConv, x: Tensor, previous: Tensor | None, documents: Documents | None
+        self, conv: ShortConv, x: Tensor, previous: Tensor | None, documents: Documents | None, carry: StateCarry
     ) -> tuple[Tensor, Tensor]:
-        context = self.carry.left_context(x, conv.context, previous, borders(documents))
+        context = carry.left_context(x, conv.context, previous, documents)
         place = documents.place(x.device) if documents is not None and conv.context else None
         return conv(x, context, place), last_rows(context, x, documents)
 
     # -- memory --------------------------------------------------------------------------------------
-    def inputs(self, x: Tensor, state: Tree, documents: Documents | None) -> tuple[MemoryInputs, Tree]:
+    def inputs(
+        self, x: Tensor, state: Tree, documents: Documents | None, carry: StateCarry = LOCAL
+    ) -> tuple[MemoryInputs, Tree]:
         """Everything a scan reads for x [B, T, d], and the tails that go with it."""
-        query, query_tail = self.ask(x, state.get("query"), documents)
-        key, value, key_value_tail = self.note(x, state.get("key_value"), documents)
+        query, query_tail = self.ask(x, state.get("query"), documents, carry)
+        key, value, key_value_tail = self.note(x, state.get("key_value"), documents, carry)
         return MemoryInputs(query, key, value, **self.gates(x)), {"query": query_tail, "key_value": key_value_tail}
 
     def scan(
-        self, inputs: MemoryInputs, state: MemoryState, cu_seqlens: CuSeqlens = None
+        self,
+        inputs: MemoryInputs,
+        state: MemoryState,
+        documents: Documents | None = None,
+        heads: slice = ALL_HEADS,
     ) -> tuple[Tensor, MemoryState]:
-        """Write and read token by token: reads [B, T, N, D] and the state after the last one."""
-        spec = self.spec
+        """Write and read token by token: reads [B, T, N, D] and the state after the last one.
+
+        heads  which of this rank's heads `inputs` and `state` are of
+        """
+        spec, params = self.spec, self.params()
+        if heads != ALL_HEADS:
+            params = {name: x[heads] for name, x in params.items()}
         return self.scan_function(
-            spec.rule, self.params(), inputs, state, spec.chunk_size, cu_seqlens, spec.checkpoint_every
+            spec.rule, params, inputs, state, spec.chunk_size, borders(documents), spec.checkpoint_every
         )
 
     def read(self, state: MemoryState, query: Tensor) -> Tensor:

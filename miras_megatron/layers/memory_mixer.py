@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from .block_spec import BlockSpec
-from .carry import CuSeqlens
-from .documents import Documents
+from .carry import LOCAL, StateCarry
+from .documents import CuSeqlens, Documents
 from .head_norm import HeadNorm
 from .linear import LinearFactory, persistent_rows
 from .memory_core import MemoryCore
@@ -38,11 +38,17 @@ class MemoryMixer(nn.Module):
         self.zero_memory_reads = False
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: CuSeqlens = None, state: Tree | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: CuSeqlens = None,
+        state: Tree | None = None,
+        return_state: bool = False,
+        carry: StateCarry = LOCAL,
     ) -> tuple[Tensor, Tree | None]:
         """x [B, T, d] -> y [B, T, d], and the state after the last token where asked for."""
         documents = Documents.of(cu_seqlens, *x.shape[:2])
-        reads, after = run_memory(self.core, x, self.persistent, state, documents, self.probe)
+        reads, after = run_memory(self.core, x, self.persistent, state, documents, self.probe, carry)
         reads = torch.zeros_like(reads) if self.zero_memory_reads else reads
         mixed = self.norm(reads).flatten(-2) * silu(self.gate(x))
         return self.out(mixed), after if return_state else None
@@ -55,13 +61,14 @@ def run_memory(
     state: Tree | None,
     documents: Documents | None,
     probe: Probe | None,
+    carry: StateCarry = LOCAL,
 ) -> tuple[Tensor, Tree]:
     """Reads [B, T, N, D] of a stream and its state; `persistent` rows are written at document starts where given."""
     if persistent is not None:
-        reads, after = scan_after_persistent(core, x, persistent, state, documents)
+        reads, after = scan_after_persistent(core, x, persistent, state, documents, carry)
         inputs = core.inputs(x, {}, documents)[0] if probe is not None else None
     else:
-        reads, after, inputs = scan_stream(core, x, state, documents)
+        reads, after, inputs = scan_stream(core, x, state, documents, carry)
     if probe is not None and inputs is not None:
         start = state["memory"] if state is not None else core.start(x.shape[0])
         look_at_last_chunk(core, probe, inputs, start, documents.starts[0][-1] if documents else 0)

@@ -13,37 +13,57 @@ import torch
 from torch import Tensor
 
 from ..memory import MemoryInputs
+from .carry import LOCAL, StateCarry
 from .documents import Documents, join_trees, select_rows
-from .memory_core import MemoryCore, borders
+from .memory_core import MemoryCore
 
 Tree = dict[str, Any]
 
 
 def scan_stream(
-    core: MemoryCore, x: Tensor, state: Tree | None, documents: Documents | None
+    core: MemoryCore, x: Tensor, state: Tree | None, documents: Documents | None, carry: StateCarry = LOCAL
 ) -> tuple[Tensor, Tree, MemoryInputs]:
     """Reads [B, T, N, D] of x [B, T, d], the state to go on from, and what was scanned."""
     before = state or {}
-    inputs, tails = core.inputs(x, before, documents)
+    inputs, tails = core.inputs(x, before, documents, carry)
     start = before["memory"] if "memory" in before else core.start(x.shape[0])
-    reads, memory = core.carry.run(lambda i, s: core.scan(i, s, borders(documents)), inputs, start)
+    reads, memory = carry.run(core.scan, inputs, start, documents, core.heads)
     return reads.to(x.dtype), tails | {"memory": memory}, inputs
 
 
 def scan_after_persistent(
-    core: MemoryCore, x: Tensor, persistent: Tensor, state: Tree | None, documents: Documents | None
+    core: MemoryCore,
+    x: Tensor,
+    persistent: Tensor,
+    state: Tree | None,
+    documents: Documents | None,
+    carry: StateCarry = LOCAL,
 ) -> tuple[Tensor, Tree]:
-    """As `scan_stream`, with `persistent` [P, d] written at every document start (token 0 too without `state`)."""
+    """As `scan_stream`, with `persistent` [P, d] written at every document start (token 0 too without `state`).
+
+    Rows move against each other, so what is carried is the whole state.
+    """
+    begins = [state is None] * x.shape[0] if carry.before is None else [tokens == 0 for tokens in carry.before]
+
+    def scan(x: Tensor, state: Tree, documents: Documents | None, heads: slice) -> tuple[Tensor, Tree]:
+        return _scan_with_rows(core, x, persistent, state, documents, begins)
+
+    return carry.run(scan, x, state if state is not None else core.blank(x.shape[0]), documents)
+
+
+def _scan_with_rows(
+    core: MemoryCore, x: Tensor, persistent: Tensor, state: Tree, documents: Documents | None, begins: list[bool]
+) -> tuple[Tensor, Tree]:
+    """`begins` says of each row whether it starts a document at token 0; its state is blank then."""
     starts = documents.starts if documents is not None else ((0,),) * x.shape[0]
     groups: dict[int, list[int]] = defaultdict(list)
-    points = [[s for s in row if s > 0 or state is None] for row in starts]
+    points = [[s for s in row if s > 0 or new] for row, new in zip(starts, begins, strict=True)]
     for row, at in enumerate(points):
         groups[len(at)].append(row)
     reads, states, order = [], [], []
     for rows in groups.values():
         stream, cuts, kept = _insert(x[rows], persistent, [points[r] for r in rows], [starts[r] for r in rows])
-        part = select_rows(state, rows) if state is not None else None
-        read, after, _ = scan_stream(core, stream, part, cuts)
+        read, after, _ = scan_stream(core, stream, select_rows(state, rows), cuts)
         reads.append(read.gather(1, kept[..., None, None].expand(-1, -1, *read.shape[2:])))
         states.append(after)
         order += rows

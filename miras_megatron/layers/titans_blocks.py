@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .block_spec import BlockSpec
-from .carry import CuSeqlens
-from .documents import Documents
+from .carry import LOCAL, StateCarry
+from .documents import CuSeqlens, Documents
 from .head_norm import HeadNorm
 from .linear import LinearFactory, persistent_rows
 from .memory_core import MemoryCore
@@ -40,14 +40,20 @@ class MemoryAsGate(nn.Module):
         self.zero_memory_reads = False
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: CuSeqlens = None, state: Tree | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: CuSeqlens = None,
+        state: Tree | None = None,
+        return_state: bool = False,
+        carry: StateCarry = LOCAL,
     ) -> tuple[Tensor, Tree | None]:
         """x [B, T, d] -> y [B, T, d], and the state after the last token where asked for."""
         documents = Documents.of(cu_seqlens, *x.shape[:2])
         before = state or {"attention": None, "memory": None}
-        heads, window = self.attention(x, self.persistent, before["attention"], documents)
+        heads, window = self.attention(x, self.persistent, before["attention"], documents, carry)
         written = self.persistent if self.writes_persistent else None
-        reads, memory = run_memory(self.core, x, written, before["memory"], documents, self.probe)
+        reads, memory = run_memory(self.core, x, written, before["memory"], documents, self.probe, carry)
         reads = torch.zeros_like(reads) if self.zero_memory_reads else reads
         mixed = self.attention_norm(heads) * self.read_norm(reads).sigmoid()
         return self.out(mixed.flatten(-2)), {"attention": window, "memory": memory} if return_state else None

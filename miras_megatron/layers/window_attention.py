@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .block_spec import BlockSpec
-from .carry import CuSeqlens, LocalCarry, StateCarry
-from .documents import Documents, last_rows
+from .carry import LOCAL, StateCarry
+from .documents import CuSeqlens, Documents, last_rows
 from .linear import LinearFactory, persistent_rows
-from .memory_core import borders
 from .rotary import rotary_table, rotate
 
 Tree = dict[str, Any]
@@ -81,23 +80,28 @@ class SlidingWindow(AttentionHeads):
     def __init__(self, spec: BlockSpec, factory: LinearFactory):
         super().__init__(spec, factory)
         self.window = spec.window
-        self.carry: StateCarry = LocalCarry()
 
     def forward(
-        self, x: Tensor, persistent: Tensor | None, state: Tree | None, documents: Documents | None
+        self,
+        x: Tensor,
+        persistent: Tensor | None,
+        state: Tree | None,
+        documents: Documents | None,
+        carry: StateCarry = LOCAL,
     ) -> tuple[Tensor, Tree]:
         key, value = self.keys_values(x)
         stream = {"key": key, "value": value, "real": x.new_ones(*x.shape[:2], 1)}
         before = state or {}
         context = {
-            name: self.carry.left_context(rows, self.window - 1, before.get(name), borders(documents))
+            name: carry.left_context(rows, self.window - 1, before.get(name), documents)
             for name, rows in stream.items()
         }
         after = {name: last_rows(context[name], rows, documents) for name, rows in stream.items()}
-        if state is None and self.carry.whole and x.shape[1] < self.window:
+        nothing_before = state is None and carry.before is None
+        if nothing_before and x.shape[1] < self.window:
             context = {name: rows[:, :0] for name, rows in context.items()}
         key, value, real = (torch.cat([context[name], stream[name]], 1) for name in ("key", "value", "real"))
-        alike = documents is None and state is None and self.carry.whole
+        alike = documents is None and nothing_before
         seen = _documents_of_keys(documents, real[..., 0] > 0, x.shape[1])[: 1 if alike else None]
         places = torch.arange(key.shape[1], device=x.device)
         plain = self.queries(x)
@@ -173,9 +177,15 @@ class WindowAttention(nn.Module):
         self.out = factory.make(spec.hidden, spec.hidden, split="row", std=spec.out_std)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: CuSeqlens = None, state: Tree | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: CuSeqlens = None,
+        state: Tree | None = None,
+        return_state: bool = False,
+        carry: StateCarry = LOCAL,
     ) -> tuple[Tensor, Tree | None]:
         """x [B, T, d] -> y [B, T, d], and the state after the last token where asked for."""
         documents = Documents.of(cu_seqlens, *x.shape[:2])
-        heads, after = self.attention(x, self.persistent, state, documents)
+        heads, after = self.attention(x, self.persistent, state, documents, carry)
         return self.out(heads.flatten(-2)), after if return_state else None

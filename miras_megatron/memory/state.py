@@ -54,6 +54,10 @@ class MemoryInputs:
         """The inputs of tokens start..stop-1, as views."""
         return self.map(lambda x: x[:, start:stop])
 
+    def heads(self, chosen: slice) -> MemoryInputs:
+        """The inputs of some of the heads, as views."""
+        return self.map(lambda x: x[:, :, chosen])
+
 
 def _map_gate(gate: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if gate is None:
@@ -96,6 +100,21 @@ class MemoryState:
     def rows(self, index: Tensor) -> MemoryState:
         """The states of the batch rows in `index` (int64), in that order."""
         return self.map(lambda x: x.index_select(0, index.to(x.device)))
+
+    def heads(self, chosen: slice) -> MemoryState:
+        """The state of some of the heads, as views."""
+
+        def layers(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(x[:, chosen] for x in parts)
+
+        tail = {name: x[:, :, chosen] for name, x in self.tail.items()}
+        return replace(
+            self,
+            weights=layers(self.weights),
+            momentum=layers(self.momentum),
+            anchor=layers(self.anchor),
+            tail=tail,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Flat name -> tensor, the form that `save` writes."""
@@ -154,6 +173,18 @@ def join_rows(states: Sequence[MemoryState]) -> MemoryState:
     joined = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
     state: MemoryState = pytree.tree_unflatten(joined, pytree.tree_structure(states[0]))
     return state
+
+
+def join_heads(states: Sequence[MemoryState]) -> MemoryState:
+    """One state with the heads of all `states`, in order; they stand at the same token."""
+
+    def layers(name: str) -> tuple[Tensor, ...]:
+        return tuple(torch.cat(parts, 1) for parts in zip(*(getattr(s, name) for s in states), strict=True))
+
+    tail = {name: torch.cat([s.tail[name] for s in states], 2) for name in states[0].tail}
+    return replace(
+        states[0], weights=layers("weights"), momentum=layers("momentum"), anchor=layers("anchor"), tail=tail
+    )
 
 
 def replace_state(state: MemoryState, **changes: Any) -> MemoryState:

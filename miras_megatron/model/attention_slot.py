@@ -7,6 +7,7 @@ TransformerBlock and TransformerLayer as their `packed_seq_params`; nothing is g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from miras_megatron.layers import BlockSpec, build_block
-from miras_megatron.layers.carry import CuSeqlens
+from miras_megatron.layers.carry import LOCAL, StateCarry
+from miras_megatron.layers.documents import CuSeqlens
 from miras_megatron.parallel.tensor import MegatronLinearFactory, mark_splits, sharded_parameters
 
 from .initialise import MIXER, place_generator
@@ -33,11 +35,13 @@ class MixerContext(PackedSeqParams):  # type: ignore[misc, unused-ignore]
     cu_seqlens   document starts of the rows, see layers.carry; None = a row is one document
     states       what to go on from, layer by layer; None or a missing layer = from the start
     returned     where each mixer leaves its state after the last token; None = nobody wants it
+    carry        layer number -> how its state comes from the left and goes to the right
     """
 
     cu_seqlens: CuSeqlens = None
     states: LayerStates = field(default_factory=dict)
     returned: LayerStates | None = None
+    carry: Callable[[int], StateCarry] = lambda layer: LOCAL
 
 
 class MixerSlot(MegatronModule):  # type: ignore[misc, unused-ignore]
@@ -77,7 +81,13 @@ class MixerSlot(MegatronModule):  # type: ignore[misc, unused-ignore]
         context = packed_seq_params or MixerContext()
         x = self._enter(hidden_states)
         state = context.states.get(self.layer_number)
-        y, after = self.mixer(x, cu_seqlens=context.cu_seqlens, state=state, return_state=context.returned is not None)
+        y, after = self.mixer(
+            x,
+            cu_seqlens=context.cu_seqlens,
+            state=state,
+            return_state=context.returned is not None,
+            carry=context.carry(self.layer_number),
+        )
         if context.returned is not None:
             context.returned[self.layer_number] = after
         return self._leave(y), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from miras_megatron.layers.carry import CuSeqlens
+from miras_megatron.layers.documents import CuSeqlens
+from miras_megatron.parallel.carry_relay import Passage
 from miras_megatron.parallel.cross_entropy import token_losses
+from miras_megatron.parallel.pieces import Relay
 from miras_megatron.parallel.tensor import gather_columns, without_objects
 
 from .attention_slot import LayerStates, MixerContext
@@ -60,6 +63,8 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
             self.output_layer = self._make_output_layer()
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
+        self.relay: Relay | None = None
+        self._received: Tensor | None = None
 
     def _set_attention_backend(self) -> None:
         """Nothing: core would set environment variables for an attention that is not used here."""
@@ -81,7 +86,7 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
         """Take what the stage before sent; megatron's schedule calls this."""
         received = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         assert len(received) == 1, "a stage receives one tensor"
-        self.decoder.set_input_tensor(received[0])
+        self._received = received[0]
 
     def forward(
         self,
@@ -91,28 +96,70 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
         cu_seqlens: CuSeqlens = None,
         states: LayerStates | None = None,
         return_states: bool = False,
+        row_tokens: int | None = None,
     ) -> Any:
         """One pass over rows of tokens.
 
         tokens      [b, T] int64
         labels      [b, T] int64, the next tokens; None = return logits
         loss_mask   [b, T], 0 where a token's loss does not count; those losses are returned as 0
-        cu_seqlens  document starts in the rows: [0, .., T] for all rows or one tensor a row
+        cu_seqlens  document starts in the rows: [0, .., T] for all rows or one tensor a row; of the whole rows
+                    where ranks share them (`relay`), whose slices T then are
         states      what a former call returned: the rows go on from there
         returns     losses [b, T] float32 in nats where labels are given, else logits [b, T, V] over the whole
                     (padded) vocabulary; on a stage without output layer hidden states [s, b, h].
                     With return_states a pair of that and the states after the last token.
+        row_tokens  tokens of the whole rows; T on each rank of `relay` unless given
         """
+        if self.relay is not None and states is None and not return_states:
+            return self._in_pieces(self.relay, tokens, labels, loss_mask, cu_seqlens, row_tokens)
         context = MixerContext(cu_seqlens=cu_seqlens, states=states or {}, returned={} if return_states else None)
-        hidden = self.embedding(tokens, position_ids=None) if self.pre_process else None
-        hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=context)
-        if not self.post_process:
-            out = hidden
-        elif labels is None:
-            out = self.whole_logits(hidden)
-        else:
-            out = self.losses(hidden, labels, loss_mask)
+        out = self._pass(tokens, labels, loss_mask, self._received, context)
         return (out, context.returned) if return_states else out
+
+    def _pass(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        received: Tensor | None,
+        context: MixerContext,
+    ) -> Tensor:
+        """This stage, once: `received` [s, b, h] is what the stage before made."""
+        embedded = self.embedding(tokens, position_ids=None) if self.pre_process else None
+        self.decoder.set_input_tensor(received)
+        hidden: Tensor = self.decoder(embedded, attention_mask=None, packed_seq_params=context)
+        if not self.post_process:
+            return hidden
+        return self.whole_logits(hidden) if labels is None else self.losses(hidden, labels, loss_mask)
+
+    def _in_pieces(
+        self,
+        relay: Relay,
+        tokens: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        cu_seqlens: CuSeqlens,
+        row_tokens: int | None,
+    ) -> Tensor:
+        """This stage, piece after piece: the slice of each rank is its pieces, one after the other."""
+        cut = relay.cut(row_tokens or tokens.shape[1] * relay.ring.size)
+        lengths = cut.lengths(relay.ring.index)
+        assert sum(lengths) == tokens.shape[1], f"a slice of {tokens.shape[1]} tokens for pieces of {lengths}"
+        slices = [None if x is None else x.split(lengths, 1) for x in (tokens, labels, loss_mask)]
+
+        def stage(number: int, received: Tensor | None, passage: Passage, documents: CuSeqlens) -> Tensor:
+            inputs = [None if x is None else x[number] for x in slices]
+            context = MixerContext(cu_seqlens=documents, carry=passage.carry)
+            assert inputs[0] is not None
+            return self._pass(inputs[0], inputs[1], inputs[2], received, context)
+
+        hidden: Sequence[Tensor | None] = [None] * len(lengths)
+        if self._received is not None:
+            split = int(self.tp_group.size()) if self.config.sequence_parallel else 1
+            hidden = self._received.split([length // split for length in lengths], 0)
+        dim = 1 if self.post_process else 0
+        return relay.walk(stage, cut, tokens.shape[0], cu_seqlens, hidden, list(self.parameters()), dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, b, h] after the final norm -> this rank's logits [s, b, V / tp]."""
