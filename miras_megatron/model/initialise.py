@@ -62,9 +62,14 @@ def _draw(parameter: Any, std: float, generator: torch.Generator, shards: int, i
 
 
 def mark_decay(model: nn.Module) -> None:
-    """Set `no_weight_decay` on every parameter: only matrices of projections decay."""
+    """Set `no_weight_decay` on every parameter: only matrices of projections decay.
+
+    A last stage's output layer may be its copy of the embedding: it is spared too, or the copies part.
+    """
+    embeddings = ["embedding"] + ["output_layer"] * getattr(model, "share_embeddings_and_output_weights", False)
     for name, parameter in model.named_parameters():
-        spared = getattr(parameter, "no_weight_decay", False) or parameter.dim() < 2 or "embedding" in name
+        spared = getattr(parameter, "no_weight_decay", False) or parameter.dim() < 2
+        spared = spared or any(part in name for part in embeddings)
         parameter.no_weight_decay = spared  # type: ignore[attr-defined]
 
 

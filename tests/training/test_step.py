@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from helpers.tiny_run import tiny_config
+from helpers.worlds import run_world
 
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
@@ -92,3 +93,18 @@ def test_looking_inside_changes_nothing(tmp_path):
     with job_of(tmp_path / "b") as job:
         unseen = [train_step(job, step).loss for step in (1, 2)]
     assert seen == unseen
+
+
+def embedding_after(folder, steps):
+    """This stage's copy of the tied embedding."""
+    changes = {"parallel__pipeline": 2, "optimizer__weight_decay": 0.5}
+    _, weights = weights_after(folder, steps, **changes)
+    (copy,) = [weight for name, weight in weights.items() if "embedding" in name or "output_layer" in name]
+    return copy
+
+
+def test_two_stages_keep_one_tied_embedding(tmp_path):
+    """First and last stage hold a copy each; a decay, or a gradient, that only one sees makes them two weights."""
+    tiny_config(tmp_path)
+    first, last = run_world(2, embedding_after, tmp_path, 3)
+    assert torch.equal(first, last)
