@@ -72,7 +72,7 @@ POSITIVE_OR_NULL = ("model.ffn model.vocab_size memory.horizon memory.lr_max log
 AT_LEAST_ZERO = (
     "model.persistent_tokens model.memory_tokens model.conv data.workers optimizer.min_lr optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip checkpoint.every checkpoint.keep logging.memory_every "
-    "logging.profile_start evaluate.every evaluate.position_buckets training.seed data.seed"
+    "logging.gradients_every logging.profile_start evaluate.every evaluate.position_buckets training.seed data.seed"
 ).split()
 FRACTIONS = "memory.lr_init memory.momentum_init optimizer.beta1 optimizer.beta2".split()
 

@@ -337,6 +337,8 @@ class Logging:
     """steps between lines on the console; metrics.jsonl has every step"""
     memory_every: int = 10
     """steps between records of the inner loop (surprise, norms, gates, inner loss) a layer; 0 = never"""
+    gradients_every: int = 0
+    """steps between lines of gradients.jsonl: the norm of every parameter's gradient, for miras-compare; 0 = never"""
     tensorboard: bool = True
     """writes run.dir/tb"""
     peak_tflops: float | None = None

@@ -49,7 +49,12 @@ def train(run: Run, source: str) -> int:
             tell_start(log, job, start, progress)
             while progress.step < run.training.steps:
                 step = progress.step + 1
-                report = train_step(job, step, look_inside=due(step, run.logging.memory_every))
+                report = train_step(
+                    job,
+                    step,
+                    look_inside=due(step, run.logging.memory_every),
+                    look_at_gradients=due(step, run.logging.gradients_every),
+                )
                 progress = Progress(step, progress.tokens + report.tokens)
                 log.step(with_flops(report, job))
                 profiled()

@@ -1,4 +1,5 @@
-"""What a run tells: RUN/metrics.jsonl (one object a step), RUN/validation.jsonl, TensorBoard, one console line a step.
+"""What a run tells: RUN/metrics.jsonl (one object a step), RUN/validation.jsonl, RUN/gradients.jsonl, TensorBoard,
+one console line a step.
 
 Only rank 0 writes. Nothing here is read back by the run itself: lines after a resumed step are dropped,
 so that a curve has one value a step however often the run was cut.
@@ -35,6 +36,7 @@ class StepReport:
     mfu          that over the device's peak, 0 to 1; None where the peak isn't known
     peak_gib     most memory held so far: of the device, or of the process where there is none
     memory       layer name -> quantity -> value, on the steps that record it
+    gradients    parameter -> l2 norm of its gradient before clipping, on the steps that record it
     """
 
     step: int
@@ -49,10 +51,12 @@ class StepReport:
     peak_gib: float = 0.0
     skipped: bool = False
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The object of metrics.jsonl; `skipped` and `memory` only where they say something."""
         values = asdict(self)
+        del values["gradients"]
         return {k: v for k, v in values.items() if k not in ("skipped", "memory") or v}
 
 
@@ -88,14 +92,16 @@ class RunLog:
     ) -> None:
         """Open the logs of a run that stands at `last_step` of `steps`; later records are dropped."""
         self.writes, self.every, self.steps, self.console = writes, every, steps, console or sys.stdout
+        self._folder = folder
         self._files: dict[str, TextIO] = {}
         self._pace: float | None = None
         self._board = None
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "validation.jsonl"):
+            for name in ("metrics.jsonl", "validation.jsonl", "gradients.jsonl"):
                 drop_after(folder / name, last_step)
-                self._files[name] = open(folder / name, "a", encoding="utf-8", buffering=1)
+            for name in ("metrics.jsonl", "validation.jsonl"):
+                self._open(name)
             self._board = board_class()(str(folder / "tb"), purge_step=last_step + 1) if tensorboard else None
 
     def step(self, report: StepReport) -> None:
@@ -104,6 +110,8 @@ class RunLog:
         if not self.writes:
             return
         self._write("metrics.jsonl", report.record())
+        if report.gradients:
+            self._write("gradients.jsonl", {"step": report.step, "gradients": report.gradients})
         self._scalars(step_scalars(report), report.step)
         if report.step % self.every == 0 or report.step in (1, self.steps):
             self.say(console_line(report, self.steps, self._pace))
@@ -130,8 +138,13 @@ class RunLog:
         if self._board is not None:
             self._board.close()
 
+    def _open(self, name: str) -> TextIO:
+        if name not in self._files:
+            self._files[name] = open(self._folder / name, "a", encoding="utf-8", buffering=1)
+        return self._files[name]
+
     def _write(self, name: str, record: dict[str, Any]) -> None:
-        self._files[name].write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
+        self._open(name).write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
 
     def _scalars(self, values: dict[str, float], step: int) -> None:
         if self._board is not None:

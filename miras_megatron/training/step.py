@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..parallel.together import gather_objects, largest, sum_losses
 from .batch import Batch
+from .gradients import gradient_norms
 from .guard import Finding, NotANumber, find_first, is_finite, probed
 from .job import Job
 from .loss import summed_loss
@@ -26,10 +27,11 @@ from .optimizer import clip_and_update, gradient_norm, set_rates
 from .schedule import learning_rate
 
 
-def train_step(job: Job, step: int, *, look_inside: bool = False) -> StepReport:
+def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradients: bool = False) -> StepReport:
     """Update `step` (counted from 1). A collective call.
 
-    look_inside  also record the inner loop of every memory layer, on the last microbatch
+    look_inside        also record the inner loop of every memory layer, on the last microbatch
+    look_at_gradients  also record the norm of every parameter's gradient
     Raises NotANumber where loss or gradient is none and training.on_nan is `stop`; the weights are as before then.
     """
     assert job.trained is not None and job.optimizer is not None and job.feed is not None
@@ -42,6 +44,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False) -> StepReport:
     passed = run_microbatches(job, batches, look_inside=look_inside)
     loss = mean_loss(job, passed)
     norm = gradient_norm(job.optimizer)
+    gradients = gradient_norms(job) if look_at_gradients else {}
     fine = is_finite(loss, norm)
     if fine:
         clip_and_update(job.optimizer, norm, job.run.optimizer.clip)
@@ -62,6 +65,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False) -> StepReport:
         peak_gib=largest(job.mesh, peak_gib()),
         skipped=not fine,
         memory=_gather_probes(job, passed.probes) if look_inside else {},
+        gradients=gradients,
     )
 
 

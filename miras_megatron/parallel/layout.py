@@ -1,0 +1,99 @@
+"""How a run shares its sequences: every `auto` of the section parallel decided, and one line that says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miras_megatron.config.context import fitting_carries
+from miras_megatron.config.schema import MEMORY_LETTERS, Run
+from miras_megatron.config.sizes import state_bytes
+
+from .choose_pieces import Bounds, choose, most_ranks
+from .simulation import LayerCosts, Schedule
+
+PIECE_TOKENS = 1 << 16
+"""Tokens of a micro-batch's slice beyond which one rank alone cuts it: what a piece's activations take is bounded."""
+
+MEMORY_COSTS = LayerCosts.of_shares(0.25, 0.30, 0.45)
+"""Shares of a layer whose scan is a memory's, where nothing was measured (context_parallel 2)."""
+
+MAC_COSTS = LayerCosts.of_shares(0.10, 0.55, 0.35)
+"""The same for memory as context, whose attention is inside its scan."""
+
+
+@dataclass(frozen=True)
+class ContextLayout:
+    """The decided section parallel.
+
+    carry, pieces, head_groups, forwards_ahead  as in the configuration, without any `auto`
+    reason  for whoever watches the run start
+    """
+
+    carry: str
+    pieces: int
+    head_groups: int
+    forwards_ahead: int
+    reason: str
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows are walked in pieces, on one rank or many."""
+        return self.carry != "local" or self.pieces > 1
+
+
+def decide_layout(run: Run) -> ContextLayout:
+    """The layout of `run`, which `check_run` has accepted. Every rank decides alike."""
+    carry, why = _carry(run)
+    pieces, groups, reason = _pieces_and_groups(run, carry)
+    ahead = run.parallel.forwards_ahead
+    forwards_ahead = 0 if ahead == "auto" else ahead
+    return ContextLayout(carry, pieces, groups, forwards_ahead, f"carry {carry}: {why}; {reason}")
+
+
+def _costs(run: Run) -> LayerCosts:
+    return MAC_COSTS if "c" in run.model.letters else MEMORY_COSTS
+
+
+def _carry(run: Run) -> tuple[str, str]:
+    asked, ranks = run.parallel.carry, run.parallel.context
+    if asked != "auto":
+        return asked, "as configured"
+    if ranks == 1:
+        return "local", "one rank has whole sequences"
+    if not MEMORY_LETTERS & set(run.model.letters):
+        return "relay", "only halos cross"
+    limit = most_ranks(_costs(run), run.model.layers // run.parallel.pipeline)
+    fits = fitting_carries(run)
+    if ranks <= limit or fits == ["relay"]:
+        return "relay", f"{ranks} ranks; its chain keeps up to about {limit:.0f} busy"
+    other = "scan" if "scan" in fits else "heads" if "heads" in fits else "relay"
+    return other, f"{ranks} ranks, of which a relay keeps about {limit:.0f} busy"
+
+
+def _pieces_and_groups(run: Run, carry: str) -> tuple[int, int, str]:
+    parallel = run.parallel
+    pieces, groups = parallel.pieces, parallel.head_groups
+    if carry in ("scan", "heads"):
+        return 1, 1, "whole slices"
+    if carry == "local" and pieces == "auto":
+        pieces = _to_fit(run)
+        return pieces, 1, "whole rows" if pieces == 1 else f"{pieces} pieces of at most {PIECE_TOKENS} tokens"
+    if pieces != "auto":
+        return pieces, 1 if groups == "auto" else groups, f"{pieces} pieces a rank as configured"
+    grid = run.model.segment if "c" in run.model.letters else run.memory.chunk_size
+    schedule = Schedule(ranks=parallel.context, layers=run.model.layers // parallel.pipeline, replay="all_but_last")
+    tokens = run.data.sequence_length // parallel.context
+    if parallel.sequence:
+        grid *= parallel.tensor
+    bounds = Bounds(slice_tokens=tokens, grid=grid, state_bytes=state_bytes(run))
+    choice = choose(_costs(run), schedule, bounds)
+    return choice.pieces, choice.head_groups if groups == "auto" else groups, choice.reason
+
+
+def _to_fit(run: Run) -> int:
+    """Pieces of one rank alone: the fewest equal ones that stay within PIECE_TOKENS, if any divide the row."""
+    tokens = run.data.sequence_length
+    if set(run.model.letters) & {"a"} or run.data.packing == "ordered" or run.training.recompute:
+        return 1
+    least = -(-tokens * run.training.micro_batch // PIECE_TOKENS)
+    return next((v for v in range(least, 16 * least + 1) if tokens % v == 0), 1)

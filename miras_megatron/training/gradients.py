@@ -1,0 +1,46 @@
+"""The l2 norm of every parameter's gradient, under names that hang on no layout of ranks.
+
+What `miras-compare` names when two runs part: the whole norm says that they did, these say where.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from ..parallel.together import gather_objects
+from .job import Job
+
+
+def gradient_norms(job: Job) -> dict[str, float]:
+    """Checkpoint's name of a weight -> l2 norm of its whole gradient, on every rank. A collective call.
+
+    Call it after gradients are summed over ranks and before they are clipped. Accumulated in float64.
+    """
+    total: dict[str, float] = {}
+    for part in gather_objects(job.mesh, _own_squares(job)):
+        for name, square in part.items():
+            total[name] = total.get(name, 0.0) + square
+    return {name: math.sqrt(square) for name, square in total.items()}
+
+
+@torch.no_grad()
+def _own_squares(job: Job) -> dict[str, float]:
+    """Name -> sum of squares of what this rank adds to each gradient.
+
+    As in core's gradient norm, a weight that several ranks hold alike counts on the first tensor-parallel rank, and
+    one that two stages share on the first of them. Data- and context-parallel ranks all hold the same sums.
+    """
+    if job.mesh.groups.dp_cp.rank() > 0:
+        return {}
+    norms = {}
+    for sharded in job.model.sharded_state_dict().values():
+        gradient = getattr(sharded.data, "main_grad", None)
+        alone = param_is_not_tensor_parallel_duplicate(sharded.data, job.mesh.groups.tp)
+        if gradient is not None and alone and param_is_not_shared(sharded.data):
+            norms[sharded.key] = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    squares = torch.stack(list(norms.values())).square().tolist() if norms else []
+    return dict(zip(norms, squares, strict=True))
