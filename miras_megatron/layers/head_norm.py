@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
@@ -16,10 +18,30 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+class _Unit(torch.autograd.Function):
+    """Keeps the result, which the memory keeps anyway, instead of what autograd would keep of its making."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        scale = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() + UNIT_EPS).rsqrt_()
+        result = wide * scale
+        ctx.save_for_backward(result, scale)
+        ctx.dtype = x.dtype
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        result, scale = ctx.saved_tensors
+        along = (grads[0] * result).sum(-1, keepdim=True)
+        found: Tensor = torch.addcmul(grads[0], result, along, value=-1.0).mul_(scale).to(ctx.dtype)
+        return found
+
+
 def unit(x: Tensor) -> Tensor:
     """x / sqrt(|x|^2 + 1e-6) over the last dim, at least float32."""
-    wide = at_least_float32(x)
-    return wide * (wide.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
+    found: Tensor = _Unit.apply(x)
+    return found
 
 
 class HeadNorm(nn.Module):

@@ -20,7 +20,7 @@ from .state import MemoryInputs, MemoryState, replace_state
 
 __all__ = ["TILE", "scan_fused", "takes_fused"]
 
-CACHED_STATE = 2**20
+CACHED_STATE = 2**21
 """Bytes of W and S that are walked together on a CPU thread: with their gradients and a tile's rows they fill L2."""
 
 

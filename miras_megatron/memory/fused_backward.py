@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .fused_scalars import TileScalars
-from .fused_tile import Affine, Anchor, Normalised, Read, TileTokens, scaled
+from .fused_tile import GELU_BACKWARD, Affine, Anchor, Normalised, Read, TileTokens, scaled
+from .fused_workspace import Workspace
 from .objectives import OBJECTIVES
 from .rules import Rule
 
@@ -21,91 +22,111 @@ CURVATURE = 2.0 / math.sqrt(2.0 * math.pi) / math.e
 
 @dataclass
 class TileGrads:
-    """Gathered over R, U and A: per matrix dV, dX, d[W; S] at the tile's start and its scalars; dq; the LN's."""
+    """Gathered over R, U and A: per matrix dV, dX, d[W; S] at the tile's start and its scalars; dq; the LN's.
+
+    stacks and scalars are written into what the caller gives
+    """
 
     writes: list[Tensor]
     inputs: list[Tensor]
     stacks: list[Tensor]
     scalars: list[TileScalars]
     query: Tensor
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+
+
+def update_backward(
+    i: int, dafter: Tensor, stack: Tensor, one: TileScalars, anchor: Anchor, grads: TileGrads, scratch: Workspace
+) -> None:
+    """U of matrix i: linear in dafter, the gradient of [W; S] after the tile; writes d[W; S] at its start."""
+    x, v, to = anchor.inputs[i], anchor.writes[i], grads.scalars[i]
+    rows, flat = dafter.flatten(1, 2), dafter.flatten(2)
+    torch.bmm(one.carry.mT, flat, out=grads.stacks[i].flatten(2))
+    to.carry.copy_(torch.bmm(flat, stack.flatten(2).mT))
+    at = scratch.bmm("parts", i, x, rows.mT).unflatten(-1, stack.shape[1:3])
+    dwrite = torch.mul(at[:, :, 0], one.end[..., :1], out=scratch.take("dwrite", i, *v.shape))
+    for r in range(1, stack.shape[1]):
+        dwrite.addcmul_(at[:, :, r], one.end[..., r : r + 1])
+    torch.sum(at.mul_(v.unsqueeze(2)), -1, out=to.end)
+    # `at` is done with
+    grads.inputs.append(scratch.bmm("dinput", i, scaled(v, one.end, at), rows))
+    grads.writes.append(dwrite)
 
 
 def read_backward(
-    dread: Tensor, stacks: list[Tensor], scalars: list[TileScalars], anchor: Anchor, affine: Affine | None, read: Read
-) -> TileGrads:
-    """R: from dl/d(net reads). Holds no incoming state gradient."""
-    grads, dz = TileGrads([], [], [], [], dread, None, None), dread
+    dread: Tensor,
+    stacks: list[Tensor],
+    scalars: list[TileScalars],
+    anchor: Anchor,
+    affine: Affine | None,
+    read: Read,
+    grads: TileGrads,
+    scratch: Workspace,
+) -> None:
+    """R: from dl/d(net reads), added to what U left."""
+    dz = dread
     if affine is not None and read.norm is not None:
         grads.norm_weight = (dread * read.norm.unit).sum(1, keepdim=True)
         grads.norm_bias = dread.sum(1, keepdim=True)
         dz = read.norm.pull(dread * affine.weight)
     for i in range(len(stacks) - 1, -1, -1):
-        one, h, x, v, stack = scalars[i], read.inputs[i], anchor.inputs[i], anchor.writes[i], stacks[i]
-        across, gated = torch.bmm(dz, v.mT), scaled(dz, one.read)
-        mixed = one.write * across
-        dh = torch.bmm(gated, stack.flatten(1, 2)).baddbmm_(mixed, x)
-        dgates = (read.parts[i] * dz.unsqueeze(2)).sum(-1)
-        # carry and end belong to the update
-        grads.scalars.insert(0, TileScalars(dgates, across.mul_(read.scores[i]), one.carry, one.end))
-        grads.stacks.insert(0, torch.bmm(gated.mT, h).view(stack.shape))
-        grads.writes.insert(0, torch.bmm(read.mixed[i].mT, dz))
-        grads.inputs.insert(0, torch.bmm(mixed.mT, h))
-        dz = torch.ops.aten.gelu_backward.default(dh, read.pre[i - 1]) if i else dh
+        one, h, to, parts = scalars[i], read.inputs[i], grads.scalars[i], read.parts[i]
+        torch.sum(parts.mul_(dz.unsqueeze(2)), -1, out=to.read)
+        # the parts are done with
+        gated = scaled(dz, one.read, parts)
+        across = scratch.bmm("across", i, dz, anchor.writes[i].mT)
+        grads.writes[i].baddbmm_(read.mixed[i].mT, dz)
+        mixed = torch.mul(one.write, across, out=read.mixed[i])
+        torch.mul(across, read.scores[i], out=to.write)
+        dh = scratch.bmm("dh", i, gated, stacks[i].flatten(1, 2)).baddbmm_(mixed, anchor.inputs[i])
+        grads.stacks[i].flatten(1, 2).baddbmm_(gated.mT, h)
+        grads.inputs[i].baddbmm_(mixed.mT, h)
+        dz = GELU_BACKWARD(dh, read.pre[i - 1], grad_input=dh) if i else dh
     grads.query = dz
-    return grads
-
-
-def update_backward(i: int, dafter: Tensor, stack: Tensor, one: TileScalars, anchor: Anchor, grads: TileGrads) -> None:
-    """U of matrix i: linear in dafter, the gradient of [W; S] after the tile; leaves that at its start in `grads`."""
-    x, v, to = anchor.inputs[i], anchor.writes[i], grads.scalars[i]
-    rows, flat = dafter.flatten(1, 2), dafter.flatten(2)
-    at = torch.bmm(x, rows.mT).unflatten(-1, stack.shape[1:3])
-    to.end = (at * v.unsqueeze(2)).sum(-1)
-    to.carry = torch.bmm(flat, stack.flatten(2).mT)
-    for r in range(stack.shape[1]):
-        grads.writes[i].addcmul_(at[:, :, r], one.end[..., r : r + 1])
-    grads.inputs[i].baddbmm_(scaled(v, one.end), rows)
-    grads.stacks[i].flatten(2).baddbmm_(one.carry.mT, flat)
 
 
 @dataclass
 class AnchorGrads:
-    """Gradients that leave the tile through its anchor: dA per matrix, and the tokens'."""
+    """Gradients that leave the tile through its anchor to the tokens."""
 
-    weights: list[Tensor]
     key: Tensor
     target: Tensor
     delta: Tensor | None
 
 
 def anchor_backward(
-    rule: Rule, weights: list[Tensor], affine: Affine | None, tokens: TileTokens, anchor: Anchor, grads: TileGrads
+    rule: Rule,
+    weights: list[Tensor],
+    affine: Affine | None,
+    tokens: TileTokens,
+    anchor: Anchor,
+    slopes: list[Tensor],
+    grads: TileGrads,
+    dweights: list[Tensor],
+    scratch: Workspace,
 ) -> AnchorGrads:
-    """A: the double backward, from dV and dX of every matrix (consumed) to the anchor's weights and the tokens."""
-    last = len(weights) - 1
-    dinto: list[Tensor] = []
-    dpre: list[Tensor] = []
-    for i in range(last):
-        dinto.append(grads.writes[i] * anchor.slopes[i])
-        dpre.append(_through_slope(grads.writes[i], anchor.into[i], anchor.pre[i]))
+    """A: the double backward, from dV and dX of every matrix (consumed) to the tokens; adds the anchor's dweights."""
+    last, dinto = len(weights) - 1, []
+    for i, steep in enumerate(slopes):
+        dinto.append(torch.mul(grads.writes[i], steep, out=scratch.take("dinto", i, *steep.shape)))
         grads.writes[i + 1].baddbmm_(dinto[i], weights[i + 1].mT)
     dz, dtarget, ddelta = _top_backward(rule, affine, tokens, anchor, grads)
-    dweights: list[Tensor] = []
     for i in range(last, -1, -1):
-        dweight = torch.bmm(dz.mT, anchor.inputs[i])
-        dweights.insert(0, dweight.baddbmm_(anchor.writes[i].mT, dinto[i - 1]) if i else dweight)
+        dweights[i].baddbmm_(dz.mT, anchor.inputs[i])
         grads.inputs[i].baddbmm_(dz, weights[i])
         if i:
-            dz = dpre[i - 1].addcmul_(grads.inputs[i], anchor.slopes[i - 1])
-    return AnchorGrads(dweights, grads.inputs[0], dtarget, ddelta)
+            dweights[i].baddbmm_(anchor.writes[i].mT, dinto[i - 1])
+            bent = _bend(anchor.pre[i - 1], scratch.take("dh", i, *dinto[i - 1].shape))
+            dwrite = grads.writes[i - 1].mul_(anchor.into[i - 1])
+            dz = grads.inputs[i].mul_(slopes[i - 1]).addcmul_(dwrite, bent, value=CURVATURE)
+    return AnchorGrads(grads.inputs[0], dtarget, ddelta)
 
 
-def _through_slope(dwrite: Tensor, into: Tensor, z: Tensor) -> Tensor:
-    """dwrite (consumed) * into * gelu''(z); gelu''(z) = phi(z) (2 - z^2) = CURVATURE p exp(p), p = 1 - z^2 / 2."""
-    p = torch.ones_like(z).addcmul_(z, z, value=-0.5)
-    return dwrite.mul_(into).mul_(p).mul_(p.exp_()).mul_(CURVATURE)
+def _bend(z: Tensor, out: Tensor) -> Tensor:
+    """gelu''(z) / CURVATURE; gelu''(z) = phi(z) (2 - z^2) = CURVATURE p exp(p), p = 1 - z^2 / 2."""
+    p = torch.addcmul(z.new_ones(()), z, z, value=-0.5, out=out)
+    return p.mul_(p.exp())
 
 
 def _top_backward(

@@ -91,10 +91,15 @@ class Arguments:
         return cls(key, query, value, delta, norm_weight, norm_bias, gates, weights, momenta, list(items))
 
     def pack(self) -> tuple[Any, ...]:
+        return (*self.tokens_and_norm(), *self.matrices())
+
+    def tokens_and_norm(self) -> tuple[Any, ...]:
         head = [x for x in (self.key, self.query, self.value, self.delta) if x is not None]
         gates = [x for gate in self.gates for x in gate if x is not None]
-        norm = [x for x in (self.norm_weight, self.norm_bias) if x is not None]
-        return (*head, *gates, *norm, *self.weights, *self.momenta, *self.anchor)
+        return (*head, *gates, *[x for x in (self.norm_weight, self.norm_bias) if x is not None])
+
+    def matrices(self) -> tuple[Any, ...]:
+        return (*self.weights, *self.momenta, *self.anchor)
 
     def affine(self) -> Affine | None:
         return None if self.norm_weight is None else Affine(self.norm_weight, self.norm_bias)

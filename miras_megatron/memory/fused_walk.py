@@ -6,7 +6,6 @@ states and inner gradients, and then its tiles in reverse.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused_backward import AnchorGrads, anchor_backward, read_backward, update_backward
-from .fused_plan import Arguments, Plan, Tile, same_gates
-from .fused_scalars import Scalars, TileScalars, scalars_backward, tile_scalars
-from .fused_tile import Anchor, TileTokens, anchor_forward, read_forward, update_forward
+from .fused_backward import AnchorGrads, TileGrads, anchor_backward, read_backward, update_backward
+from .fused_plan import Arguments, Plan, Tile
+from .fused_runs import Run, Step, heads_first, heads_last, span_runs
+from .fused_scalars import TileScalars, scalars_backward
+from .fused_tile import Anchor, anchor_forward, read_forward, refresh, update_forward
+from .fused_workspace import Workspace
 
 
 @dataclass
@@ -34,80 +35,15 @@ class State:
 
     def at(self, tile: Tile) -> State:
         """The state with which a tile is walked: where a chunk opens, its anchor is the running W."""
-        return State(self.stacks, [stack[:, 0] for stack in self.stacks]) if tile.opens else self
+        if not tile.opens:
+            return self
+        anchor = [stack[:, 0] for stack in self.stacks]
+        # the walk writes over the stacks of tiles that it has left
+        return State(self.stacks, anchor if tile.ends else [x.clone() for x in anchor])
 
-    def after(self, scalars: list[TileScalars], anchor: Anchor) -> State:
-        parts = zip(self.stacks, scalars, anchor.writes, anchor.inputs, strict=True)
-        return State([update_forward(*one) for one in parts], self.anchor)
-
-
-@dataclass
-class _Step:
-    """One tile of a run: its tokens and each matrix's scalars."""
-
-    tile: Tile
-    tokens: TileTokens
-    scalars: list[TileScalars]
-
-
-@dataclass
-class _Run:
-    """Neighbouring tiles of one length in a span; scalars per matrix for all of them."""
-
-    scalars: list[Scalars]
-    steps: list[_Step]
-    cut: slice
-
-
-def _runs(plan: Plan, arguments: Arguments, span: Sequence[Tile]) -> list[_Run]:
-    runs = []
-    for size, group in itertools.groupby(span, key=lambda tile: tile.stop - tile.start):
-        tiles = list(group)
-        cut = slice(tiles[0].start, tiles[-1].stop)
-        scalars = _run_scalars(arguments, cut, size)
-        by_matrix = [one.tiles() for one in scalars]
-        tokens = _run_tokens(plan, arguments, cut, size)
-        steps = [_Step(tile, tokens[j], [one[j] for one in by_matrix]) for j, tile in enumerate(tiles)]
-        runs.append(_Run(scalars, steps, cut))
-    return runs
-
-
-def _fold(x: Tensor | None, cut: slice, size: int) -> Tensor | None:
-    """[B, T, N, ...] -> tiles of the cut, heads first, [n, J, size, ...]."""
-    return None if x is None else _heads_first(x[:, cut]).unflatten(1, (-1, size))
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[B, T, N, ...] -> [n, T, ...], a copy."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _heads_last(x: Tensor, like: Tensor) -> Tensor:
-    """[n, T, ...] -> [B, T, N, ...], a view."""
-    return x.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
-
-
-def _run_scalars(arguments: Arguments, cut: slice, size: int) -> list[Scalars]:
-    scalars: list[Scalars] = []
-    for i, (log_keep, momentum, lr) in enumerate(arguments.gates):
-        twin = next((j for j in range(i) if same_gates(arguments.gates[j], arguments.gates[i])), None)
-        if twin is not None:
-            scalars.append(scalars[twin])
-            continue
-        rate = _fold(lr, cut, size)
-        assert rate is not None
-        scalars.append(tile_scalars(_fold(log_keep, cut, size), _fold(momentum, cut, size), rate))
-    return scalars
-
-
-def _run_tokens(plan: Plan, arguments: Arguments, cut: slice, size: int) -> list[TileTokens]:
-    wanted = (arguments.key, arguments.query, arguments.value, arguments.delta)
-    key, query, target, delta = (_fold(x, cut, size) for x in wanted)
-    assert key is not None and query is not None and target is not None
-    if plan.folds_residual and plan.rule.objective != "dot":
-        target = target - key
-    deltas = [None] * key.shape[1] if delta is None else delta.unbind(1)
-    return [TileTokens(*one) for one in zip(key.unbind(1), query.unbind(1), target.unbind(1), deltas, strict=True)]
+    def after(self, scalars: list[TileScalars], anchor: Anchor, kept: Workspace, scratch: Workspace) -> State:
+        parts = enumerate(zip(self.stacks, scalars, strict=True))
+        return State([update_forward(i, *one, anchor, kept, scratch) for i, one in parts], self.anchor)
 
 
 class FusedScan(torch.autograd.Function):
@@ -118,19 +54,20 @@ class FusedScan(torch.autograd.Function):
         arguments = Arguments.unpack(plan, flat)
         state, affine = State.first(arguments), arguments.affine()
         reads = torch.empty_like(arguments.value, memory_format=torch.contiguous_format)
-        kept: list[State] = []
-        for span in plan.spans:
-            kept.append(state)
-            for step in (step for run in _runs(plan, arguments, span) for step in run.steps):
-                state = state.at(step.tile)
-                anchor = anchor_forward(plan.rule, state.anchor, affine, step.tokens)
-                read, _ = read_forward(state.stacks, step.scalars, anchor, affine, step.tokens.query)
+        kept = [stack.new_empty(len(plan.spans), *stack.shape) for stack in state.stacks]
+        scratch, turns = Workspace(reads), (Workspace(reads), Workspace(reads))
+        for j, span in enumerate(plan.spans):
+            for block, stack in zip(kept, state.stacks, strict=True):
+                block[j] = stack
+            for step in (step for run in span_runs(plan, arguments, span) for step in run.steps):
+                state, turns = state.at(step.tile), turns[::-1]
+                anchor = anchor_forward(plan.rule, state.anchor, affine, step.tokens, scratch, scratch)
+                read, _ = read_forward(state.stacks, step.scalars, anchor, affine, step.tokens.query, scratch)
                 read = read + step.tokens.query if plan.folds_residual else read
-                reads[:, step.tile.start : step.tile.stop] = _heads_last(read, reads)
-                state = state.after(step.scalars, anchor)
-        ctx.plan, ctx.kept = plan, kept[1:]
+                reads[:, step.tile.start : step.tile.stop] = heads_last(read, reads)
+                state = state.after(step.scalars, anchor, turns[0], scratch)
+        ctx.plan, ctx.kept = plan, kept
         ctx.save_for_backward(*flat)
-        # cloned: kept states are views of these, and an output that the node itself holds would be a cycle
         rows = [stack[:, r].clone() for r in range(1 + bool(arguments.momenta)) for stack in state.stacks]
         anchors = [x.clone() for x in state.anchor] if plan.leaves_anchor else []
         return (reads, *rows, *anchors)
@@ -138,10 +75,9 @@ class FusedScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         plan, arguments = ctx.plan, Arguments.unpack(ctx.plan, ctx.saved_tensors)
-        kept = [State.first(arguments), *ctx.kept]
         backward = _Backward(plan, arguments, grads)
-        for span in reversed(plan.spans):
-            backward.span(span, kept.pop())
+        for j in range(len(plan.spans) - 1, -1, -1):
+            backward.span(plan.spans[j], State([block[j] for block in ctx.kept], arguments.anchor))
         return (None, *backward.result().pack())
 
 
@@ -160,37 +96,51 @@ class _Backward:
         self.dstacks = [torch.stack(rows[i::depth], 1) for i in range(depth)]
         last = grads[-depth:] if plan.leaves_anchor else [None] * depth
         self.danchor = [known(g, x).clone() for g, x in zip(last, arguments.weights, strict=True)]
-        blank = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in arguments.pack()]
-        self.gathered = Arguments.unpack(plan, blank)
+        wanted = arguments.tokens_and_norm()
+        blank = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted[:3]]
+        blank += [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted[3:]]
+        self.gathered = Arguments.unpack(plan, [*blank, *[None] * len(arguments.matrices())])
+        self.spare = [torch.empty_like(stack) for stack in self.dstacks]
+        self.scratch, self.slots = Workspace(blank[0]), [Workspace(blank[0]) for _ in max(plan.spans, key=len)]
 
     def span(self, span: Sequence[Tile], state: State) -> None:
         """Recompute the span's states and inner gradients, then take its tiles in reverse."""
-        runs, known = _runs(self.plan, self.arguments, span), []
-        for step in (step for run in runs for step in run.steps):
+        runs, known = span_runs(self.plan, self.arguments, span), []
+        steps = [step for run in runs for step in run.steps]
+        for step, slot in zip(steps, self.slots, strict=False):
             state = state.at(step.tile)
-            anchor = anchor_forward(self.plan.rule, state.anchor, self.affine, step.tokens)
+            anchor = anchor_forward(self.plan.rule, state.anchor, self.affine, step.tokens, slot, self.scratch)
             known.append((state, anchor))
-            state = state.after(step.scalars, anchor)
+            if step is not steps[-1]:
+                state = state.after(step.scalars, anchor, slot, self.scratch)
         for run in reversed(runs):
-            found = [self.tile(step, *known.pop()) for step in reversed(run.steps)]
-            self._gates(run, found[::-1])
+            found = [one.blank() for one in run.scalars]
+            by_matrix = [one.tiles() for one in found]
+            for j in range(len(run.steps) - 1, -1, -1):
+                self.tile(run.steps[j], *known.pop(), [one[j] for one in by_matrix])
+            self._gates(run, found)
 
-    def tile(self, step: _Step, state: State, anchor: Anchor) -> list[TileScalars]:
-        """R, U and A of one tile; returns the gradients of its scalars."""
-        cut, stacks, scalars = slice(step.tile.start, step.tile.stop), state.stacks, step.scalars
-        _, read = read_forward(stacks, scalars, anchor, self.affine, step.tokens.query)
-        dread = _heads_first(self.dreads[:, cut])
-        grads = read_backward(dread, stacks, scalars, anchor, self.affine, read)
+    def tile(self, step: Step, state: State, anchor: Anchor, dscalars: list[TileScalars]) -> None:
+        """R, U and A of one tile; writes the gradients of its scalars."""
+        cut, stacks, scalars, scratch = slice(step.tile.start, step.tile.stop), state.stacks, step.scalars, self.scratch
+        slopes, dread = refresh(anchor, scratch), heads_first(self.dreads[:, cut])
+        grads = TileGrads([], [], self.spare, dscalars, dread)
         for i, stack in enumerate(stacks):
-            update_backward(i, self.dstacks[i], stack, scalars[i], anchor, grads)
-        out = anchor_backward(self.plan.rule, state.anchor, self.affine, step.tokens, anchor, grads)
-        self.dstacks, to = grads.stacks, self.gathered
+            update_backward(i, self.dstacks[i], stack, scalars[i], anchor, grads, scratch)
+        _, read = read_forward(stacks, scalars, anchor, self.affine, step.tokens.query, scratch)
+        read_backward(dread, stacks, scalars, anchor, self.affine, read, grads, scratch)
+        rule, affine = self.plan.rule, self.affine
+        alone = step.tile.opens and step.tile.ends
+        dweights = [stack[:, 0] for stack in self.spare] if alone else self.danchor
+        out = anchor_backward(rule, state.anchor, affine, step.tokens, anchor, slopes, grads, dweights, scratch)
+        self.dstacks, self.spare = self.spare, self.dstacks
         self._tokens(cut, dread, grads.query, out)
+        to = self.gathered
         if to.norm_weight is not None:
             to.norm_weight += grads.norm_weight
             to.norm_bias += grads.norm_bias
-        self._anchor(step.tile, out.weights)
-        return grads.scalars
+        if step.tile.opens and not alone:
+            self._join_anchor()
 
     def _tokens(self, cut: slice, dread: Tensor, dquery: Tensor, out: AnchorGrads) -> None:
         """The tile's token gradients, with the residual's share: y = net(q) + q, target = v - k."""
@@ -201,27 +151,19 @@ class _Backward:
         pairs = ((to.query, dquery), (to.key, dkey), (to.value, out.target), (to.delta, out.delta))
         for total, one in pairs:
             if total is not None and one is not None:
-                total[:, cut] = _heads_last(one, total)
+                total[:, cut] = heads_last(one, total)
 
-    def _anchor(self, tile: Tile, dweights: list[Tensor]) -> None:
-        """The anchor's gradient gathers over a chunk's tiles and joins W's where the chunk opens."""
-        if tile.opens and tile.ends:
-            for stack, one in zip(self.dstacks, dweights, strict=True):
-                stack[:, 0] += one
-            return
-        for total, one in zip(self.danchor, dweights, strict=True):
-            total += one
-        if tile.opens:
-            for stack, total in zip(self.dstacks, self.danchor, strict=True):
-                stack[:, 0] += total
-                total.zero_()
+    def _join_anchor(self) -> None:
+        """The anchor's gradient, gathered over a chunk's tiles, joins W's where the chunk opens."""
+        for stack, total in zip(self.dstacks, self.danchor, strict=True):
+            stack[:, 0] += total
+            total.zero_()
 
-    def _gates(self, run: _Run, found: list[list[TileScalars]]) -> None:
+    def _gates(self, run: Run, found: list[TileScalars]) -> None:
         for i, gates in enumerate(self.gathered.gates):
-            grads = scalars_backward(run.scalars[i], [one[i] for one in found])
-            for to, grad in zip(gates, grads, strict=True):
+            for to, grad in zip(gates, scalars_backward(run.scalars[i], found[i]), strict=True):
                 if to is not None and grad is not None:
-                    to[:, run.cut] = _heads_last(grad.flatten(1), to)
+                    to[:, run.cut] = heads_last(grad.flatten(1), to)
 
     def result(self) -> Arguments:
         """All gradients, in the arguments' order."""
