@@ -100,16 +100,36 @@ def _split(argv: Sequence[str], switches: Sequence[str]) -> _Words:
 def _read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     name = os.fspath(path)
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        twice = list(_given_twice(yaml.compose(text, yaml.SafeLoader)))
+        values = yaml.safe_load(text) if not twice else None
     except FileNotFoundError:
         raise ConfigError(name, ["no such file"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(name, [f"can't be read: {error}"]) from None
     except yaml.YAMLError as error:
         raise ConfigError(name, ["not YAML: " + " ".join(str(error).split())]) from None
+    if twice:
+        raise ConfigError(name, twice)
     if values is not None and not isinstance(values, dict):
         raise ConfigError(name, [f"must hold sections ({', '.join(section_types())}), not {type(values).__name__}"])
     return values or {}
+
+
+def _given_twice(node: yaml.Node | None, prefix: str = "") -> Iterator[str]:
+    """Keys that stand twice in one mapping; YAML's own reader takes the last and says nothing."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _given_twice(item, prefix)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            yield f"{name}: given twice, in line {lines[name]} and line {line}; keep one"
+        lines[name] = line
+        yield from _given_twice(value, name + ".")
 
 
 def _build(

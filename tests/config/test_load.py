@@ -113,6 +113,26 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    """YAML takes the last of them: a run would have another learning rate than the line its author looks at."""
+    text = """\
+model: {hidden: 64, hidden: 32}
+memory:
+  chunk_size: 8
+  options: {window: 2, window: 3}
+  chunk_size: 16
+optimizer: {lr: 1.0e-3}
+optimizer:
+  lr: 1.0e-4
+"""
+    assert problems(write(tmp_path, text)) == (
+        "model.hidden: given twice, in line 1 and line 1; keep one",
+        "memory.options.window: given twice, in line 4 and line 4; keep one",
+        "memory.chunk_size: given twice, in line 3 and line 5; keep one",
+        "optimizer: given twice, in line 6 and line 7; keep one",
+    )
+
+
 def test_missing_and_surplus_files() -> None:
     """One run is one file."""
     assert problems("nowhere.yaml") == ("no such file",)
