@@ -7,6 +7,7 @@ any token, also inside an unfinished chunk; it never holds a token of the future
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -145,9 +146,13 @@ class MemoryState:
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> MemoryState:
         """Read a state that `save` wrote; nothing is unpickled but tensors.
 
-        Raises ValueError where the file is of another format.
+        Raises ValueError where the file is empty, cut off or of another format.
         """
-        stored = torch.load(path, map_location=device, weights_only=True)
+        try:
+            stored = torch.load(path, map_location=device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            reason = "is empty" if os.path.getsize(path) == 0 else f"can't be read ({type(error).__name__})"
+            raise ValueError(f"{os.fspath(path)}: no memory state: the file {reason}") from None
         if not isinstance(stored, dict) or stored.get("format") != STATE_FORMAT:
             raise ValueError(f"{os.fspath(path)}: not a memory state of format {STATE_FORMAT}")
         flat = stored["tensors"]

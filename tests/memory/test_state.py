@@ -55,6 +55,18 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         MemoryState.load(tmp_path / "tensor.pt")
 
 
+def test_an_empty_or_cut_file_is_refused_by_name(tmp_path: Path) -> None:
+    """What a full disk or a killed copy leaves behind; torch's own errors name no file."""
+    path = tmp_path / "state.pt"
+    path.touch()
+    with pytest.raises(ValueError, match=r"state\.pt: no memory state: the file is empty"):
+        MemoryState.load(path)
+    _state_inside_a_chunk("titans").save(path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"state\.pt: no memory state: the file can't be read"):
+        MemoryState.load(path)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_a_state_is_a_pytree(name: str) -> None:
     """Pipelines, checkpointing and export flatten states with torch's pytree."""
