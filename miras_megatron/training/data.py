@@ -195,8 +195,7 @@ def build_batches(
     own = part == "validation" and data.validation_blend is not None
     blend = data.validation_blend if own and data.validation_blend is not None else data.train_blend
     field = "data.validation" if own else "data.train"
-    cache = data.cache or str(Path(run.run.dir) / "cache")
-    sets = [_open_set(prefix, field, cache, tokenizer, run.model.vocab_size) for _, prefix in blend]
+    sets = [_open_set(run, prefix, field, tokenizer) for _, prefix in blend]
     samples = MixedSamples(
         sets,
         [weight for weight, _ in blend],
@@ -212,12 +211,14 @@ def build_batches(
     return Batches(samples, micro_batch=b, rank=rank, size=size, seed=data.seed, transform=transform, workers=workers)
 
 
-def _open_set(prefix: str, field: str, cache: str, tokenizer: Tokenizer, vocab_size: int | None) -> TokenFiles:
+def _open_set(run: Run, prefix: str, field: str, tokenizer: Tokenizer) -> TokenFiles:
     if prefix == "shipped":
-        prefix = prepare_shipped_text(cache, tokenizer)
-    return TokenFiles(
-        prefix, vocab_size=vocab_size or tokenizer.vocab_size, tokenizer_digest=tokenizer.digest, field=field
-    )
+        cache, decides = run.data.cache, f"data.cache = {run.data.cache}"
+        if cache is None:
+            cache, decides = str(Path(run.run.dir) / "cache"), f"run.dir = {run.run.dir}"
+        prefix = prepare_shipped_text(cache, tokenizer, field=decides)
+    vocab_size = run.model.vocab_size or tokenizer.vocab_size
+    return TokenFiles(prefix, vocab_size=vocab_size, tokenizer_digest=tokenizer.digest, field=field)
 
 
 def _documents_of(files: TokenFiles, split: Sequence[float], part: str) -> np.ndarray:

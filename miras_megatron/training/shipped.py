@@ -29,7 +29,9 @@ def shipped_documents() -> list[str]:
     return gzip.decompress(packed).decode("utf-8").split(BREAK)
 
 
-def prepare_shipped_text(folder: str | Path, tokenizer: Tokenizer | None = None, *, timeout: float = 120.0) -> str:
+def prepare_shipped_text(
+    folder: str | Path, tokenizer: Tokenizer | None = None, *, timeout: float = 120.0, field: str = "data.cache"
+) -> str:
     """Token files of the shipped text in `folder`, made when absent; returns their prefix.
 
     Any number of processes, on any number of machines with or without a shared folder, may call this at once: the first
@@ -37,6 +39,7 @@ def prepare_shipped_text(folder: str | Path, tokenizer: Tokenizer | None = None,
 
     tokenizer  bytes when None
     timeout    seconds to wait for another process
+    field      the field that decides about the folder, for messages
     Raises TimeoutError naming the process that holds the lock, ValueError when the folder cannot be written.
     """
     tokenizer = tokenizer or ByteTokenizer()
@@ -51,7 +54,8 @@ def prepare_shipped_text(folder: str | Path, tokenizer: Tokenizer | None = None,
     except OSError as error:
         if isinstance(error, TimeoutError):
             raise
-        raise ValueError(f"data.cache = {str(folder)!r}: cannot be written ({error}); name another folder") from None
+        reason = error.strerror or error
+        raise ValueError(f"{field}: {str(folder)!r} can't be written ({reason}); name another folder") from None
     return prefix
 
 

@@ -13,7 +13,7 @@ import torch
 from helpers.data_sets import RAGGED, write_set
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from miras_megatron.config.schema import Data, Run
+from miras_megatron.config.schema import Data, Run, RunFolder
 from miras_megatron.training.data import build_batches
 from miras_megatron.training.manifest import Manifest, manifest_path, write_manifest
 from miras_megatron.training.shipped import _locked, prepare_shipped_text, shipped_documents
@@ -179,8 +179,19 @@ def test_waiting_for_the_shipped_text_ends_and_names_who_is_waited_for(tmp_path:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     """A read-only home is common on clusters."""
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match="data.cache = .*file/cache"):
+    with pytest.raises(ValueError, match="data.cache: .*file/cache"):
         prepare_shipped_text(tmp_path / "file" / "cache")
+
+
+def test_a_run_folder_that_cant_be_written_is_named_as_such(tmp_path: Path) -> None:
+    """Without a data.cache the text lies in the run's folder, and that is the field to change."""
+    (tmp_path / "file").write_text("in the way")
+    run = Run(
+        run=RunFolder(dir=str(tmp_path / "file" / "run")),
+        data=Data(train="shipped", sequence_length=32, split="98,1,1"),
+    )
+    with pytest.raises(ValueError, match="run.dir = .*file/run: .*can't be written"):
+        build_batches(run, BYTES)
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])
