@@ -142,7 +142,7 @@ def begin(job: Job, start: Path | None) -> Progress:
 def with_flops(report: StepReport, job: Job) -> StepReport:
     """The report with the counted operations a second and their share of the device's peak."""
     tflops = train_flops_per_token(job.run) * report.tokens_per_s / job.mesh.world_size / 1e12
-    peak = device_peak_tflops(job.run.logging.peak_tflops)
+    peak = device_peak_tflops(job.run.logging.peak_tflops, job.run.training.precision)
     return replace(report, tflops=tflops, mfu=tflops / peak if peak is not None else None)
 
 
