@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from ..config.check import check_run
+from ..config.errors import ConfigError
 from ..config.load import parse_command_line
 from ..config.schema import Run
-from ..parallel.rendezvous import find_rank
+from ..parallel.rendezvous import RankInfo, find_rank
 
 SHORT = {"resume": "checkpoint.resume", "init-from": "training.init_from", "init_from": "training.init_from"}
 """Short names of fields on the command line."""
@@ -22,9 +23,12 @@ SWITCHES = {"dry-run": "check the configuration and print sizes, memory a rank a
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code; only a fault of this program gives a traceback."""
+    """The command. Returns the exit code; only a fault of this program gives a traceback.
+
+    Of a wrong configuration one rank a machine speaks, since all would say the same (a file may be missing on one).
+    """
     words = expand_short(list(sys.argv[1:] if argv is None else argv))
-    rank = 0
+    here = RankInfo()
     try:
         here = find_rank()
         rank = here.rank
@@ -42,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TimeoutError) as error:
         if not said_by_us(error):
             raise
-        return complain(error, rank)
+        if not isinstance(error, ConfigError) or here.local_rank == 0:
+            complain(error, here.rank)
+        return 2
 
 
 def run_training(run: Run, source: str) -> int:

@@ -175,7 +175,7 @@ def test_weights_of_another_shape_are_refused_by_name(trained_run, tmp_path, cap
         ({"model__heads": 3}, "model.hidden = 16: not divisible by model.heads = 3"),
         ({"training__global_batch": 3}, "training.global_batch"),
         ({"memory__rule": "titan"}, "memory.rule = 'titan': unknown"),
-        ({"memory__options": "{foo: 1}"}, "unknown choice foo"),
+        ({"memory__options": "{foo: 1}"}, "memory.options.foo: unknown choice"),
         ({"memory__options": "{retention: lq}"}, "momentum only goes with retention='decay'"),
         ({"data__train": "/nowhere/text"}, "/nowhere/text"),
         ({"data__tokenizer": "/nowhere/tokenizer.json"}, "data.tokenizer"),
@@ -317,3 +317,15 @@ def test_a_record_is_plain_json(trained_run):
     """Any reader in any language."""
     for line in (trained_run / "metrics.jsonl").read_text().splitlines():
         assert json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("3", False)])
+def test_one_rank_a_machine_tells_a_wrong_configuration(tmp_path, capsys, monkeypatch, rank, speaks):
+    """Eight times the same list buries it; every rank ends with 2 all the same."""
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    assert main(tiny_config(tmp_path, training__global_batch=8, optimizer__clip=-1)) == 2
+    assert ("optimizer.clip = -1.0" in capsys.readouterr().err) == speaks
+    assert main([str(tmp_path / "nowhere.yaml")]) == 2
+    assert ("no such file" in capsys.readouterr().err) == speaks
