@@ -8,6 +8,7 @@ writes another. What becomes of the reads is the blocks' business.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -117,6 +118,18 @@ class MemoryCore(nn.Module):
     def read(self, state: MemoryState, query: Tensor) -> Tensor:
         """Reads [B, T, N, D] of the running memory, which stays as it is."""
         return read_memory(self.spec.rule, self.params(), state, query)
+
+
+@dataclass(frozen=True)
+class HeadScan:
+    """`core.scan` as a carry gets it, which says that heads are independent and whose memory is scanned."""
+
+    core: MemoryCore
+
+    def __call__(
+        self, inputs: MemoryInputs, state: MemoryState, documents: Documents | None, heads: slice
+    ) -> tuple[Tensor, MemoryState]:
+        return self.core.scan(inputs, state, documents, heads)
 
 
 def borders(documents: Documents | None) -> CuSeqlens:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..memory import MemoryInputs
 from .carry import LOCAL, StateCarry
 from .documents import Documents, join_trees, select_rows
-from .memory_core import MemoryCore
+from .memory_core import HeadScan, MemoryCore
 
 Tree = dict[str, Any]
 
@@ -27,7 +27,7 @@ def scan_stream(
     before = state or {}
     inputs, tails = core.inputs(x, before, documents, carry)
     start = before["memory"] if "memory" in before else core.start(x.shape[0])
-    reads, memory = carry.run(core.scan, inputs, start, documents, core.heads)
+    reads, memory = carry.run(HeadScan(core), inputs, start, documents, core.heads)
     return reads.to(x.dtype), tails | {"memory": memory}, inputs
 
 

@@ -99,7 +99,7 @@ def _scan_spans(
 ) -> tuple[Tensor, MemoryState]:
     """Spans of `every` chunks; inside a span nothing is kept for backward but its first state and its inputs."""
     tokens, reads = arrange_tokens(rule, params, inputs, state.weights[0].dtype), []
-    for start, stop in _cuts(phase, len(tokens), chunk_size * every, chunk_size):
+    for start, stop in cut_runs(phase, len(tokens), chunk_size * every, chunk_size):
         at = (phase + start) % chunk_size
         arguments = (rule, params, tokens.run(start, stop), state, at, chunk_size)
         if torch.is_grad_enabled():
@@ -111,7 +111,7 @@ def _scan_spans(
     return (read + inputs.q.to(read.dtype) if rule.residual else read), state
 
 
-def _cuts(phase: int, length: int, step: int, grid: int) -> Iterator[tuple[int, int]]:
+def cut_runs(phase: int, length: int, step: int, grid: int) -> Iterator[tuple[int, int]]:
     """Runs of at most `step` tokens that end on multiples of `grid`, counted from `phase` tokens before token 0."""
     start = 0
     while start < length:
@@ -124,9 +124,9 @@ def _scan_chunks(
     rule: Rule, params: dict[str, Tensor], tokens: Tokens, state: MemoryState, phase: int, chunk_size: int
 ) -> tuple[Tensor, MemoryState]:
     reads = []
-    for start, stop in _cuts(phase, len(tokens), chunk_size, chunk_size):
+    for start, stop in cut_runs(phase, len(tokens), chunk_size, chunk_size):
         at = (phase + start) % chunk_size
-        for first, last in _cuts(0, stop - start, TILE, TILE):
+        for first, last in cut_runs(0, stop - start, TILE, TILE):
             tile = tokens.run(start + first, start + last)
             ends_chunk = at + last == chunk_size
             read, state = step_tile(rule, params, state, tile, at + first, ends_chunk)

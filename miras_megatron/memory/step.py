@@ -42,6 +42,18 @@ def step_tile(
     return reads, _after(rule, state, tokens, pairs, ends_chunk)
 
 
+def write_tile(rule: Rule, state: MemoryState, tokens: Tokens, ends_chunk: bool) -> MemoryState:
+    """The state after `tokens` alone, for affine rules: `step_tile` without its reads.
+
+    A matrix may have any number of rows here, the target then has as many channels.
+    """
+    factors = _factors(rule, None, state, tokens)
+    (gates,), ((weight, momentum),) = tokens.gates, _pairs(state)
+    scalars = tile_weights(rule, gates, window_writes(rule, gates, tokens, state.seen))
+    end = end_of_tile(gates.side, scalars, weight, momentum, factors.errors[0], factors.inputs[0])
+    return _after(rule, state, tokens, [end], ends_chunk)
+
+
 def _pairs(state: MemoryState) -> list[tuple[Tensor, Tensor | None]]:
     momenta = state.momentum or (None,) * len(state.weights)
     return list(zip(state.weights, momenta, strict=True))
