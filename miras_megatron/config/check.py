@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import isfinite
 
+from .context import context_problems
 from .errors import ConfigError
 from .rule_table import rule_problems
 from .schema import BLOCK_PATTERNS, MEMORY_LETTERS, PATTERN_LETTERS, Run, flatten
@@ -28,7 +29,7 @@ def find_problems(run: Run, world_size: int = 1) -> Problems:
     for part in (_ranges, _pattern, _divisibility):
         yield from part(run)
     yield from rule_problems(run.memory)
-    for part in (_data, _needles, _schedule):
+    for part in (_data, _needles, _schedule, context_problems):
         yield from part(run)
     yield from _ranks(run, world_size)
 
@@ -64,7 +65,8 @@ def find_warnings(run: Run) -> Problems:
 POSITIVE = (
     "model.layers model.hidden model.heads model.pad_vocab_to model.window model.segment model.rope_base "
     "model.norm_eps model.init_std memory.chunk_size memory.checkpoint_every memory.gate_rank memory.delta_init "
-    "parallel.tensor parallel.pipeline parallel.context data.sequence_length training.steps training.micro_batch "
+    "parallel.tensor parallel.pipeline parallel.context parallel.timeout parallel.replay_every data.sequence_length "
+    "training.steps training.micro_batch "
     "training.global_batch optimizer.lr optimizer.eps logging.every logging.profile_steps evaluate.batches "
     "evaluate.needle_samples"
 ).split()
@@ -72,7 +74,8 @@ POSITIVE_OR_NULL = ("model.ffn model.vocab_size memory.horizon memory.lr_max log
 AT_LEAST_ZERO = (
     "model.persistent_tokens model.memory_tokens model.conv data.workers optimizer.min_lr optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip checkpoint.every checkpoint.keep logging.memory_every "
-    "logging.gradients_every logging.profile_start evaluate.every evaluate.position_buckets training.seed data.seed"
+    "logging.gradients_every logging.trace_step logging.profile_start evaluate.every evaluate.position_buckets "
+    "training.seed data.seed"
 ).split()
 FRACTIONS = "memory.lr_init memory.momentum_init optimizer.beta1 optimizer.beta2".split()
 
@@ -141,8 +144,6 @@ def _divisibility(run: Run) -> Problems:
 
 def _ranks(run: Run, world_size: int) -> Problems:
     parallel, training = run.parallel, run.training
-    if parallel.context > 1:
-        yield f"parallel.context = {parallel.context}: splitting a sequence over ranks is not in this version; set 1"
     if parallel.sequence and parallel.tensor == 1:
         yield "parallel.sequence = true: only with parallel.tensor above 1; set false"
     if parallel.sequence and parallel.tensor > 1 and run.data.sequence_length % parallel.tensor:

@@ -163,9 +163,23 @@ class Parallel:
     pipeline: int = 1
     """ranks that share the layers"""
     context: int = 1
-    """ranks that share a sequence; only 1 in this version"""
+    """ranks that share a sequence"""
     sequence: bool = False
     """with tensor > 1: norms and residuals are split along the sequence too"""
+    carry: Literal["auto", "local", "relay", "scan", "heads"] = "auto"
+    """how memory states cross ranks: relay (every rule), scan (affine rules), heads (ranks trade tokens for heads)"""
+    pieces: int | Literal["auto"] = "auto"
+    """parts of a rank's slice that go through all layers one after the other; each is computed again in backward"""
+    head_groups: int | Literal["auto"] = "auto"
+    """relay: groups of heads scanned and sent one after the other; MAC has one"""
+    forwards_ahead: int | Literal["auto"] = "auto"
+    """micro-batches whose forward runs ahead of the backward; their states are kept"""
+    keep_states: Literal["device", "host"] = "device"
+    """where the states at piece borders wait for the backward"""
+    replay_every: int = 1
+    """pieces between two borders whose states are kept; those between are made again. Above 1 only with context = 1"""
+    timeout: float = 600.0
+    """seconds that any wait for another rank may take"""
 
     @property
     def model_ranks(self) -> int:
@@ -339,6 +353,8 @@ class Logging:
     """steps between records of the inner loop (surprise, norms, gates, inner loss) a layer; 0 = never"""
     gradients_every: int = 0
     """steps between lines of gradients.jsonl: the norm of every parameter's gradient, for miras-compare; 0 = never"""
+    trace_step: int = 0
+    """the step of which RUN/trace_step_N.json shows, rank by rank, pieces, scans, waits (Chrome's format); 0 = none"""
     tensorboard: bool = True
     """writes run.dir/tb"""
     peak_tflops: float | None = None

@@ -16,7 +16,9 @@ from miras_megatron.config.schema import Run
 from miras_megatron.config.stability import inner_lr_max
 from miras_megatron.layers import BlockSpec
 from miras_megatron.memory import make_rule
+from miras_megatron.parallel.layout import decide_layout
 from miras_megatron.parallel.mesh import ParallelMesh
+from miras_megatron.parallel.pieces import Relay
 
 from .initialise import draw_core_weights, mark_decay
 from .language_model import MemoryLanguageModel
@@ -45,6 +47,18 @@ def build_model(run: Run, mesh: ParallelMesh, vocab_size: int | None = None) -> 
         pre_process=mesh.is_first_stage,
         post_process=mesh.is_last_stage,
     )
+    layout = decide_layout(run)
+    if layout.shares:
+        model.relay = Relay(
+            mesh.ring,
+            per_rank=layout.pieces,
+            head_groups=layout.head_groups,
+            keep_last=layout.pieces == 1 or (mesh.pipeline == 1 and layout.forwards_ahead == 0),
+            kept_in=run.parallel.keep_states,
+            every=run.parallel.replay_every,
+            carry="relay" if layout.carry == "local" else layout.carry,
+            group=mesh.groups.cp,
+        )
     draw_core_weights(model, run.training.seed, spec.init_std, spec.out_std, mesh.tensor, mesh.tensor_rank)
     mark_decay(model)
     model.to(mesh.device)

@@ -9,7 +9,7 @@ is computed again takes what it received from its tape and sends nothing: a repl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from miras_megatron.layers.carry import ALL_HEADS, Scan
-from miras_megatron.layers.documents import Documents, last_rows
+from miras_megatron.layers.documents import CuSeqlens, Documents, last_rows
 from miras_megatron.memory.state import join_heads
 
+from .cut import Cut
 from .exchange import Key, StateRing
 from .tape import Tape
+from .trace import Recorder
 
 
 @dataclass
@@ -34,8 +36,13 @@ class Passage:
     head_groups    in how many parts a memory's heads are scanned and sent
     order          what every receive hangs on in the graph; its gradient is always zero
     tape           what was received, kept for a replay; None: nothing is kept
-    replaying      receives are answered from the tape and sends are silent
+    recalls        receives are answered from the tape
+    silent         nothing is sent to the right
     roots          one number a packet, to be differentiated along with the output: no packet's gradient is left out
+    cut, documents the whole row's pieces and cu_seqlens
+    group          the process group of the ranks that share a row, for carries that need all of them at once
+    recorder       of spans, for a trace
+    kind           makes a layer's carry; None: the relay's
     """
 
     ring: StateRing
@@ -46,12 +53,18 @@ class Passage:
     head_groups: int = 1
     order: Tensor | None = None
     tape: Tape | None = None
-    replaying: bool = False
+    recalls: bool = False
+    silent: bool = False
     roots: list[Tensor] = field(default_factory=list)
+    cut: Cut | None = None
+    documents: CuSeqlens = None
+    group: Any = None
+    recorder: Recorder = field(default_factory=Recorder)
+    kind: Callable[[Passage, int], RelayCarry] | None = None
 
     def carry(self, layer: int) -> RelayCarry:
         """What layer `layer` (from 1) is given."""
-        return RelayCarry(self, layer)
+        return (self.kind or RelayCarry)(self, layer)
 
     def key(self, border: int, layer: int, slot: int) -> Key:
         """Of a packet at the left border of piece `border`."""
@@ -71,14 +84,15 @@ class Passage:
         """Hand `leaves` to the piece to the right."""
         key = self.key(self.piece + 1, layer, slot)
         if not torch.is_grad_enabled():
-            self.ring.send("right", key, leaves)
+            if not self.silent:
+                self.ring.send("right", key, leaves)
             return
         apply: Any = Give.apply
         self.roots.append(apply(self.order, self, key, *leaves))
 
     def fetch(self, key: Key, like: Sequence[Tensor]) -> list[Tensor]:
         """From the tape, or from the neighbour and onto the tape."""
-        if self.replaying:
+        if self.recalls:
             assert self.tape is not None
             return self.tape.read(key)
         received = self.ring.receive("right", key, like)
@@ -132,7 +146,8 @@ class RelayCarry:
         if self.before is not None:
             received = iter(self.passage.take(self.layer, slot, tensors_of(state)))
             state = restart(pytree.tree_map_only(Tensor, lambda x: next(received), state), state, self.before)
-        out, after = scan(inputs, state, documents, heads)
+        with self.passage.recorder.span("scan", f"layer {self.layer}", piece=self.passage.piece, part=slot):
+            out, after = scan(inputs, state, documents, heads)
         if self.passes_on:
             self.passage.give(self.layer, slot, tensors_of(after))
         return out, after
@@ -192,7 +207,7 @@ class Give(torch.autograd.Function):
     def forward(ctx: Any, order: Tensor, passage: Passage, key: Key, *leaves: Tensor) -> Tensor:
         ctx.passage, ctx.key = passage, key
         ctx.like = outlines(leaves)
-        if not passage.replaying:
+        if not passage.silent:
             passage.ring.send("right", key, leaves)
         return torch.zeros_like(order)
 

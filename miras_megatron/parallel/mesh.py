@@ -17,6 +17,7 @@ import torch.distributed as dist
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.schema import Parallel
 
+from .exchange import Edges, StateRing
 from .rendezvous import RankInfo
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -31,6 +32,7 @@ class ParallelMesh:
     groups       megatron's ProcessGroupCollection: groups.tp, .pp, .cp, .dp, .dp_cp, ...
     tensor, pipeline, context, data          sizes of the axes
     tensor_rank, pipeline_rank, ...          this rank's place on them
+    ring         this rank's neighbours along the context axis, between whom memory states go
     device, rank, world_size, info
     """
 
@@ -57,6 +59,7 @@ class ParallelMesh:
         if self._owns_world:
             _start_world(self.info, self.device, self._timeout)
         self.rank, self.world_size, self._barriers = dist.get_rank(), dist.get_world_size(), 0
+        self._older_groups = _known_groups()
         try:
             _check_sizes(parallel, self.world_size)
             self._build_groups(parallel)
@@ -81,6 +84,25 @@ class ParallelMesh:
         self.pipeline, self.pipeline_rank = self.groups.pp.size(), self.groups.pp.rank()
         self.context, self.context_rank = self.groups.cp.size(), self.groups.cp.rank()
         self.data, self.data_rank = self.groups.dp.size(), self.groups.dp.rank()
+        self.ring = self._join_ring()
+
+    def _join_ring(self) -> StateRing:
+        """This rank's neighbours along the context axis."""
+        ranks, edges = dist.get_process_group_ranks(self.groups.cp), None
+        if self.context > 1:
+            edges = self._edges_of_nccl() if self.device.type == "cuda" else Edges.all_in(self.groups.cp)
+        return StateRing(ranks, self.context_rank, edges, self._timeout.total_seconds(), self.coordinates)
+
+    def _edges_of_nccl(self) -> Edges:
+        """Communicators for each edge and direction, of this rank's ring; every rank makes those of all rings."""
+        own = dist.get_process_group_ranks(self.groups.cp)
+        rings: list[Any] = [None] * self.world_size
+        dist.all_gather_object(rings, own)
+        mine: list[Any] = []
+        for ring in sorted(set(map(tuple, rings))):
+            made = [dist.new_group(list(ring), timeout=self._timeout) for _ in range(4)]
+            mine = made if list(ring) == own else mine
+        return Edges(*mine)
 
     # -- where am I --------------------------------------------------------------------------------
     @property
@@ -143,14 +165,25 @@ class ParallelMesh:
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
-        if self._owns_world and dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if self._owns_world:
             dist.destroy_process_group()
+            return
+        # core only forgets its groups; each keeps threads that wake many times a second
+        for group in _known_groups() - self._older_groups:
+            dist.destroy_process_group(group)
 
     def __enter__(self) -> ParallelMesh:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.destroy()
+
+
+def _known_groups() -> set[Any]:
+    """Every process group there is."""
+    return set(STORES.distributed_c10d._world.pg_map)
 
 
 def _pick_device(device: Device, info: RankInfo) -> torch.device:

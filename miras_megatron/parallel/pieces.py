@@ -9,8 +9,7 @@ when the first piece is done, as hooks on them expect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +18,12 @@ from torch import Tensor
 
 from miras_megatron.layers.documents import CuSeqlens
 
+from .carries import CARRIES
 from .carry_relay import Passage
 from .cut import Cut, documents_of_piece
 from .exchange import StateRing
 from .tape import Place, Tape
+from .trace import Recorder
 
 Stage = Callable[[int, Tensor | None, Passage, CuSeqlens], Tensor]
 """(number of the piece on this rank, its hidden states or None, its passage, its documents) -> its output."""
@@ -38,6 +39,10 @@ class Relay:
     keep_last    the rank's last piece keeps its graph, since its backward comes first: not where several
                  micro-batches are under way
     kept_in      where what was received waits for the replay
+    every        pieces between two borders at which it is kept; what lies between is received again, from the pieces
+                 before, which are on this rank: above 1 only where the ring has one rank
+    carry        how states cross, a name of CARRIES; those but the relay take one piece a rank, which keeps its graph
+    group        the process group of the ring, for such carries
     """
 
     ring: StateRing
@@ -45,7 +50,11 @@ class Relay:
     head_groups: int = 1
     keep_last: bool = True
     kept_in: Place = "device"
+    every: int = 1
+    carry: str = "relay"
+    group: Any = None
     calls: int = 0
+    recorder: Recorder = field(default_factory=Recorder)
 
     def cut(self, tokens: int) -> Cut:
         """Of rows of `tokens` tokens."""
@@ -74,10 +83,14 @@ class Relay:
         return self._with_gradients(stage, passages, hidden, [p for p in parameters if p.requires_grad], dim)
 
     def _passages(self, cut: Cut, rows: int, cu_seqlens: CuSeqlens) -> Iterator[tuple[Passage, CuSeqlens]]:
+        assert self.carry == "relay" or self.per_rank == 1, f"carry {self.carry!r} works on whole slices"
         self.calls += 1
         for piece in cut.mine(self.ring.index):
             inside, before = documents_of_piece(cu_seqlens, rows, cut.bounds[piece], cut.bounds[piece + 1])
-            yield Passage(self.ring, self.calls, piece, cut.pieces, before, self.head_groups), inside
+            passage = Passage(self.ring, self.calls, piece, cut.pieces, before, self.head_groups)
+            passage.cut, passage.documents, passage.group = cut, cu_seqlens, self.group
+            passage.kind, passage.recorder = CARRIES[self.carry], self.recorder
+            yield passage, inside
 
     def _with_gradients(
         self,
@@ -94,22 +107,22 @@ class Relay:
         order: Tensor = gate(sums, *parameters)
         outputs: list[Tensor] = []
         roots: list[Tensor] = []
-        for number, (x, (passage, documents)) in enumerate(zip(hidden, passages, strict=True)):
-            if self.keep_last and number == len(passages) - 1:
-                passage.order = order
-                outputs.append(stage(number, x, passage, documents))
-                roots = passage.roots
-                continue
-            passage.tape = Tape(self.kept_in)
-            again = _Again(partial(_one_piece, stage, number, documents), passage, sums)
-            out, order = replay(order, x, again)
-            outputs.append(out)
+        runs = [
+            PieceRun(partial(stage, number), x, passage, documents)
+            for number, (x, (passage, documents)) in enumerate(zip(hidden, passages, strict=True))
+        ]
+        last = [runs.pop()] if self.keep_last or self.carry != "relay" else []
+        for start in range(0, len(runs), self.every):
+            group = runs[start : start + self.every]
+            group[0].passage.tape = Tape(self.kept_in)
+            *parts, order = replay(order, ReplayedRuns(group, sums), *(run.hidden for run in group))
+            outputs += parts
+        for run in last:
+            run.passage.order = order
+            outputs.append(run(run.hidden))
+            roots = run.passage.roots
         joined: Tensor = join(dim, len(outputs), *outputs, order, *roots)
         return joined
-
-
-def _one_piece(stage: Stage, number: int, documents: CuSeqlens, hidden: Tensor | None, passage: Passage) -> Tensor:
-    return stage(number, hidden, passage, documents)
 
 
 class GradientSums:
@@ -151,46 +164,73 @@ class GradientGate(torch.autograd.Function):
 
 
 @dataclass
-class _Again:
-    """How a piece is computed: once without gradients, and once more with them."""
+class PieceRun:
+    """One piece and how it is computed."""
 
-    stage: Callable[[Tensor | None, Passage], Tensor]
+    stage: Callable[[Tensor | None, Passage, CuSeqlens], Tensor]
+    hidden: Tensor | None
     passage: Passage
+    documents: CuSeqlens
+
+    def __call__(self, hidden: Tensor | None) -> Tensor:
+        """The piece's output."""
+        what = "replay" if self.passage.silent else "forward"
+        with self.passage.recorder.span("piece", f"{what} {self.passage.piece}"):
+            return self.stage(hidden, self.passage, self.documents)
+
+
+@dataclass
+class ReplayedRuns:
+    """Pieces that follow each other on this rank, of which only the first one's tape is kept, and their gradients."""
+
+    runs: list[PieceRun]
     sums: GradientSums
+
+    def refill(self, hidden: Sequence[Tensor | None]) -> None:
+        """Fill the tapes of all pieces but the first and the last by running all but the last once more."""
+        for i, (run, x) in enumerate(zip(self.runs[:-1], hidden, strict=False)):
+            run.passage.recalls = i == 0
+            run.passage.tape = run.passage.tape or Tape()
+            run(x)
+            run.passage.recalls = True
+
+    def differentiate(self, index: int, hidden: Tensor | None, gradient: Tensor) -> Tensor | None:
+        """One piece with its graph: parameters' gradients are added up, that of `hidden` is returned."""
+        run = self.runs[index]
+        passage, leaf = run.passage, None if hidden is None else hidden.detach().requires_grad_()
+        passage.recalls, passage.silent = index == 0 or passage.recalls, True
+        with torch.enable_grad():
+            passage.order = torch.zeros((), requires_grad=True)
+            ends = [run(leaf), *passage.roots]
+        sources = [passage.order, *([] if leaf is None else [leaf]), *self.sums.parameters]
+        seeds = [gradient, *(torch.zeros_like(x) for x in ends[1:])]
+        with passage.recorder.span("piece", f"backward {passage.piece}"):
+            found = list(torch.autograd.grad(ends, sources, seeds, allow_unused=True)[1:])
+        passage.tape, passage.roots = None, []
+        d_hidden = None if leaf is None else found.pop(0)
+        self.sums.add(found)
+        return d_hidden
 
 
 class Replayed(torch.autograd.Function):
-    """One piece. forward: run it without a graph, keeping what it receives; backward: run it again, silently."""
+    """forward: run pieces without a graph, keeping what the first receives; backward: run them again, silently."""
 
     @staticmethod
-    def forward(ctx: Any, order: Tensor, hidden: Tensor | None, again: _Again) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, order: Tensor, again: ReplayedRuns, *hidden: Tensor | None) -> tuple[Tensor, ...]:
         ctx.again = again
-        ctx.save_for_backward(hidden)
-        return again.stage(hidden, again.passage), order.clone()
+        ctx.save_for_backward(*hidden)
+        return *(run(x) for run, x in zip(again.runs, hidden, strict=True)), order.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        again: _Again = ctx.again
-        (hidden,) = ctx.saved_tensors
-        leaf = None if hidden is None else hidden.detach().requires_grad_()
-        with torch.enable_grad(), _replaying(again.passage) as order:
-            out = again.stage(leaf, again.passage)
-            ends = [out, *again.passage.roots]
-        sources = [order, *([] if leaf is None else [leaf]), *again.sums.parameters]
-        seeds = [gradients[0], *(torch.zeros_like(x) for x in ends[1:])]
-        found = list(torch.autograd.grad(ends, sources, seeds, allow_unused=True)[1:])
-        again.passage.tape, again.passage.roots = None, []
-        d_hidden = None if leaf is None else found.pop(0)
-        again.sums.add(found)
-        return gradients[1], d_hidden, None
-
-
-@contextmanager
-def _replaying(passage: Passage) -> Iterator[Tensor]:
-    """The passage answers from its tape and is silent; yields the `order` that its receives hang on."""
-    passage.order = torch.zeros((), requires_grad=True)
-    passage.replaying = True
-    yield passage.order
+        again: ReplayedRuns = ctx.again
+        hidden = ctx.saved_tensors
+        with torch.no_grad():
+            again.refill(hidden)
+        found: list[Tensor | None] = []
+        for index in reversed(range(len(hidden))):
+            found.insert(0, again.differentiate(index, hidden[index], gradients[index]))
+        return gradients[-1], None, *found
 
 
 class Joined(torch.autograd.Function):

@@ -5,10 +5,12 @@ This file holds data only. How rows are cut out of token files is in packing.py;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from ..parallel.cut import Cut
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Batch:
     reset       bool [b], False where the row goes on from the state its lane had after the batch before
     lanes       int64 [b], the lane a row belongs to; rows of one lane follow each other in time (ordered packing only)
     samples     int64 [b], global sample numbers, the same on any number of ranks
+    cut, rank   where rows are walked in pieces: which, and whose slice this is; cu_seqlens are of the whole rows
     """
 
     tokens: Tensor
@@ -47,6 +50,8 @@ class Batch:
     reset: Tensor
     lanes: Tensor
     samples: Tensor
+    cut: Cut | None = None
+    rank: int = 0
 
     def __post_init__(self) -> None:
         b, length = self.tokens.shape
@@ -56,15 +61,34 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with tokens, labels and loss_mask on `device`; row descriptions stay on the host."""
-        return Batch(
+        return replace(
+            self,
             tokens=self.tokens.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
             loss_mask=self.loss_mask.to(device, non_blocking=True),
-            cu_seqlens=self.cu_seqlens,
-            reset=self.reset,
-            lanes=self.lanes,
-            samples=self.samples,
         )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a whole row."""
+        return self.tokens.shape[1] if self.cut is None else self.cut.tokens
+
+    def places(self) -> Tensor:
+        """int64 [T]: where in its row each token here stands."""
+        return torch.arange(self.tokens.shape[1]) if self.cut is None else self.cut.places(self.rank)
+
+
+def cut_for_rank(batch: Batch, cut: Cut, rank: int) -> Batch:
+    """The slice of `rank`: its pieces of every row, one after the other."""
+    here = cut.places(rank)
+    return replace(
+        batch,
+        tokens=batch.tokens[:, here],
+        labels=batch.labels[:, here],
+        loss_mask=batch.loss_mask[:, here],
+        cut=cut,
+        rank=rank,
+    )
 
 
 def collate(rows: list[Row], lanes: list[int], samples: list[int], *, boundaries: bool) -> Batch:

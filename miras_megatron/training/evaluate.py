@@ -62,7 +62,7 @@ def measure(batch: Batch, losses: Tensor, tokenizer: Tokenizer, buckets: int) ->
     """[nats, tokens, bytes, nats of each bucket.., tokens of each bucket..] of losses [b, T], float64."""
     counted = (batch.loss_mask > 0).double()
     weighed = losses.detach().double() * counted
-    place = torch.arange(losses.shape[1], device=losses.device) * buckets // losses.shape[1]
+    place = batch.places().to(losses.device) * buckets // batch.row_tokens
     nats = weighed.new_zeros(buckets).index_add_(0, place, weighed.sum(0)) if buckets else weighed.new_zeros(0)
     tokens = weighed.new_zeros(buckets).index_add_(0, place, counted.sum(0)) if buckets else weighed.new_zeros(0)
     size = sum(count_bytes(tokenizer, row[kept > 0]) for row, kept in zip(batch.labels, batch.loss_mask, strict=True))

@@ -10,6 +10,8 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from ..config.schema import Run
 from ..model.language_model import MemoryLanguageModel
+from ..parallel.exchange import Wait
+from ..parallel.layout import ContextLayout, decide_layout
 from ..parallel.mesh import ParallelMesh
 from .carried import CarriedStates
 from .data import Batches
@@ -27,6 +29,7 @@ class Job:
     config     the model's TransformerConfig, in which the schedule finds its hooks
     feed       step -> microbatches of this rank. None: the job has no data
     validation this rank's validation rows. None: there are none
+    waits      for a neighbour, in the last step
     """
 
     run: Run
@@ -39,3 +42,9 @@ class Job:
     feed: Feed | None = None
     validation: Batches | None = None
     carried: CarriedStates = field(default_factory=CarriedStates)
+    waits: list[Wait] = field(default_factory=list)
+
+    @property
+    def layout(self) -> ContextLayout:
+        """How rows are shared."""
+        return decide_layout(self.run)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from ..config.sizes import train_flops_per_token
 from ..model.build import block_spec, build_model
 from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
-from ..parallel.together import any_rank
+from ..parallel.together import any_rank, gather_objects
+from ..parallel.trace import chrome_trace
 from .checkpoint import Progress, load_checkpoint, load_weights, save_checkpoint
-from .checkpoint_folder import find_checkpoint
+from .checkpoint_folder import find_checkpoint, write_atomically
 from .evaluate import evaluate, validation_batches
 from .feed import make_feed
 from .job import Job
@@ -25,7 +27,7 @@ from .metrics import RunLog, StepReport, board_class, device_peak_tflops
 from .needles import plant_needles
 from .optimizer import make_optimizer, wrap_model
 from .profile import profile_window
-from .run_folder import claim_folder, find_start
+from .run_folder import claimed_folder, find_start
 from .step import train_step
 from .stop import listen_for_stop
 from .tokenizer import load_tokenizer
@@ -38,23 +40,30 @@ def train(run: Run, source: str) -> int:
 
     Raises ValueError for what a user can mend, NotANumber where the guard stops the run.
     """
-    with core_without_cuda(), ParallelMesh(run.parallel, find_rank()) as mesh:
+    with core_without_cuda(), ParallelMesh(run.parallel, find_rank(), timeout=run.parallel.timeout) as mesh:
         check_run(run, source, mesh.world_size)
         block_spec(run)  # what only the rule knows is refused here, before anything is written
         run = with_vocabulary(run)
         start = find_start(run)
         job = build_job(run, mesh)
         progress = begin(job, start)
-        with open_log(job, progress) as log, listen_for_stop() as stop, profile_window(run, mesh.rank) as profiled:
+        with (
+            claimed(job),
+            open_log(job, progress) as log,
+            listen_for_stop() as stop,
+            profile_window(run, mesh.rank) as profiled,
+        ):
             tell_start(log, job, start, progress)
             while progress.step < run.training.steps:
                 step = progress.step + 1
+                record_trace(job, step)
                 report = train_step(
                     job,
                     step,
                     look_inside=due(step, run.logging.memory_every),
                     look_at_gradients=due(step, run.logging.gradients_every),
                 )
+                keep_trace(job, step)
                 progress = Progress(step, progress.tokens + report.tokens)
                 log.step(with_flops(report, job))
                 profiled()
@@ -69,6 +78,23 @@ def train(run: Run, source: str) -> int:
                     return 0
             log.say(f"done: {progress.step} steps, {progress.tokens} tokens; everything lies in {run.run.dir}")
     return 0
+
+
+def record_trace(job: Job, step: int) -> None:
+    """Record the coming step where it is the one to be traced."""
+    if job.model.relay is not None:
+        job.model.relay.recorder.on = step == job.run.logging.trace_step
+
+
+def keep_trace(job: Job, step: int) -> None:
+    """Write the trace of a recorded step, rank 0 for all. A collective call then."""
+    if job.model.relay is None or step != job.run.logging.trace_step:
+        return
+    events = job.model.relay.recorder.take(job.waits)
+    ranks = gather_objects(job.mesh, (job.mesh.coordinates, events))
+    if job.mesh.is_main:
+        path = Path(job.run.run.dir) / f"trace_step_{step}.json"
+        write_atomically(path, json.dumps(chrome_trace(ranks)))
 
 
 def due(step: int, every: int) -> bool:
@@ -126,17 +152,32 @@ def refuse_ordered_where_states_cannot_be_carried(run: Run) -> None:
 
 
 def begin(job: Job, start: Path | None) -> Progress:
-    """Put the job where it goes on from and claim its folder; the folder is touched only when that went well."""
+    """Put the job where it goes on from."""
     progress = Progress()
     if start is not None:
         progress = load_checkpoint(job, start)
     elif job.run.training.init_from is not None:
         load_weights(job, find_checkpoint(job.run.training.init_from, "training.init_from"))
-    job.mesh.barrier("looking into run.dir")
-    if job.mesh.is_main:
-        claim_folder(job.run)
-    job.mesh.barrier("claiming run.dir")
     return progress
+
+
+@contextmanager
+def claimed(job: Job) -> Iterator[None]:
+    """The run's folder, held by rank 0; touched only when all ranks stand where they go on from.
+
+    Raises ValueError on every rank where rank 0 can't have it.
+    """
+    job.mesh.barrier("looking into run.dir")
+    refused: list[str] = []
+    with ExitStack() as held:
+        if job.mesh.is_main:
+            try:
+                held.enter_context(claimed_folder(job.run))
+            except ValueError as error:
+                refused.append(str(error))
+        for line in [line for part in gather_objects(job.mesh, refused) for line in part]:
+            raise ValueError(line)
+        yield
 
 
 def with_flops(report: StepReport, job: Job) -> StepReport:

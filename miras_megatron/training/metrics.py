@@ -42,6 +42,7 @@ class StepReport:
     peak_gib     most memory held so far: of the device, or of the process where there is none
     memory       layer name -> quantity -> value, on the steps that record it
     gradients    parameter -> l2 norm of its gradient before clipping, on the steps that record it
+    idle         rank by rank the share of the step spent waiting for a neighbour's state; empty where none waits
     """
 
     step: int
@@ -57,12 +58,13 @@ class StepReport:
     skipped: bool = False
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    idle: list[float] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """The object of metrics.jsonl; `skipped` and `memory` only where they say something."""
+        """The object of metrics.jsonl; `skipped`, `memory` and `idle` only where they say something."""
         values = asdict(self)
         del values["gradients"]
-        return {k: v for k, v in values.items() if k not in ("skipped", "memory") or v}
+        return {k: v for k, v in values.items() if k not in ("skipped", "memory", "idle") or v}
 
 
 def peak_gib() -> float:
@@ -175,7 +177,8 @@ def step_scalars(report: StepReport) -> dict[str, float]:
         "mem/peak_gib": report.peak_gib,
     }
     inner = {f"memory/{layer}/{name}": x for layer, values in report.memory.items() for name, x in values.items()}
-    return {tag: value for tag, value in (named | inner).items() if value is not None}
+    idle = {f"idle/rank_{rank}": share for rank, share in enumerate(report.idle)}
+    return {tag: value for tag, value in (named | inner | idle).items() if value is not None}
 
 
 def console_line(report: StepReport, steps: int, pace: float) -> str:

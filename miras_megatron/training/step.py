@@ -16,8 +16,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from ..parallel.micro_batches import run_forwards_ahead
 from ..parallel.together import gather_objects, largest, sum_losses
-from .batch import Batch
+from .batch import Batch, cut_for_rank
 from .gradients import gradient_norms
 from .guard import Finding, NotANumber, find_first, is_finite, probed
 from .job import Job
@@ -36,6 +37,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
     """
     assert job.trained is not None and job.optimizer is not None and job.feed is not None
     began = time.perf_counter()
+    job.mesh.ring.drain_waits()
     batches = job.feed.step(step)
     lr = learning_rate(step, job.run.optimizer, job.run.training.steps)
     set_rates(job.optimizer, lr, job.run.optimizer)
@@ -53,6 +55,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
     elif job.run.training.on_nan == "stop":
         raise NotANumber(_explain(job, batches, step, loss, norm))
     seconds = time.perf_counter() - began
+    job.waits = job.mesh.ring.drain_waits()
     tokens = sum(batch.tokens.numel() for batch in batches) * job.mesh.data
     return StepReport(
         step=step,
@@ -66,7 +69,15 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
         skipped=not fine,
         memory=_gather_probes(job, passed.probes) if look_inside else {},
         gradients=gradients,
+        idle=idle_shares(job, seconds),
     )
+
+
+def idle_shares(job: Job, seconds: float) -> list[float]:
+    """Of each rank: time spent waiting for a neighbour's state or gradient, over the step's; none with one rank."""
+    if job.mesh.context == 1:
+        return []
+    return gather_objects(job.mesh, sum(wait.ended - wait.began for wait in job.waits) / seconds)
 
 
 @dataclass
@@ -104,7 +115,10 @@ def run_microbatches(
     """Run the microbatches through megatron-core's schedule, forward and, where training, backward."""
     passed = Passed()
     model = job.trained if job.trained is not None else job.model
-    rows, length = batches[0].tokens.shape
+    relay = job.model.relay
+    if relay is not None:
+        batches = [cut_for_rank(batch, relay.cut(batch.tokens.shape[1]), job.mesh.context_rank) for batch in batches]
+    rows, length = batches[0].tokens.shape[0], batches[0].row_tokens
 
     def forward(numbered: Iterator[tuple[int, Batch]], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         number, batch = next(numbered)
@@ -114,24 +128,33 @@ def run_microbatches(
         passed.probes |= probes
         return output, lambda losses: _report(batch, losses, passed, measure)
 
+    numbered = enumerate(batch.to(job.mesh.device) for batch in batches)
+    ahead = job.layout.forwards_ahead
+    if training and ahead > 0:
+        run_forwards_ahead(forward, numbered, model, job.config, len(batches), ahead)
+        job.mesh.ring.finish()
+        return passed
     schedule: Any = get_forward_backward_func()
     with nullcontext() if training else torch.no_grad():
         schedule(
             forward_step_func=forward,
-            data_iterator=enumerate(batch.to(job.mesh.device) for batch in batches),
+            data_iterator=numbered,
             model=[model],
             num_microbatches=len(batches),
             seq_length=length,
             micro_batch_size=rows,
             forward_only=not training,
         )
+    job.mesh.ring.finish()
     return passed
 
 
 def _call(job: Job, model: nn.Module, batch: Batch, passed: Passed) -> Tensor:
     """The stage's output for one microbatch: losses [b, T] on the last stage, hidden states before it."""
     if job.run.data.packing != "ordered":
-        output: Tensor = model(batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        output: Tensor = model(
+            batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens, row_tokens=batch.row_tokens
+        )
         return output
     losses = torch.empty(batch.tokens.shape, device=batch.tokens.device)
     for rows, states in job.carried.groups(batch):

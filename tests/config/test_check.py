@@ -53,10 +53,6 @@ def test_a_good_run_has_no_problems() -> None:
         ({"model__hidden": 126, "model__heads": 6}, "model.heads = 6: heads of 21 channels; rotary positions need"),
         ({"parallel__tensor": 3}, "parallel.tensor = 3: model.heads = 2 is not divisible by it"),
         ({"parallel__pipeline": 4}, "parallel.pipeline = 4: model.layers = 2 is not divisible by it"),
-        (
-            {"parallel__context": 2},
-            "parallel.context = 2: splitting a sequence over ranks is not in this version; set 1",
-        ),
         ({"parallel__sequence": True}, "parallel.sequence = true: only with parallel.tensor above 1; set false"),
         ({"parallel__tensor": 2}, "parallel.tensor x pipeline x context = 2: this job has 1 ranks"),
         ({"training__global_batch": 9, "training__micro_batch": 2}, "training.global_batch = 9: not a multiple of"),
@@ -100,7 +96,7 @@ def test_each_problem_is_named_with_its_way_out(fields: dict[str, Any], line: st
 
 def test_all_problems_come_at_once_in_the_house_form() -> None:
     """The form the documentation shows."""
-    run = change(parallel__tensor=3, parallel__context=2, optimizer__clip=-1.0)
+    run = change(parallel__tensor=3, parallel__context=3, optimizer__clip=-1.0)
     with pytest.raises(ConfigError) as caught:
         check_run(run, "configs/runs/x.yaml", world_size=6)
     first, *rest = str(caught.value).splitlines()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from miras_megatron.compat.cpu import core_without_cuda
-from miras_megatron.config.schema import Run
+from miras_megatron.config.schema import Parallel, Run
 from miras_megatron.model.build import build_model
 from miras_megatron.parallel.mesh import ParallelMesh
 from miras_megatron.parallel.tensor import own_slice
@@ -44,8 +46,8 @@ def batches_of(tokens: int, border: int, documents: str, one_target: bool, count
     return found
 
 
-def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch]) -> tuple[float, dict[str, Tensor], Any]:
-    """Sum of losses over all ranks, gradients by the names of the whole model, and the model; float64."""
+def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch]) -> tuple[float, dict[str, Any], Any]:
+    """Sum of losses over all ranks, (gradient, parameter) by the names of the whole model, and the model; float64."""
     model = build_model(run, mesh).double()
     model.config.pipeline_dtype = torch.float64
     relay, sums = model.relay, []
@@ -78,7 +80,7 @@ def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch]) -> tuple[float,
     return float(loss), _gradients(model, run, mesh), model
 
 
-def _gradients(model: Any, run: Run, mesh: ParallelMesh) -> dict[str, Tensor]:
+def _gradients(model: Any, run: Run, mesh: ParallelMesh) -> dict[str, Any]:
     found = {}
     first = mesh.pipeline_rank * run.model.layers // mesh.pipeline
     for name, parameter in model.named_parameters():
@@ -97,61 +99,107 @@ def _global_name(name: str, first: int) -> str:
     return ".".join(parts)
 
 
-@functools.lru_cache(maxsize=64)
-def alone(pattern: str, changes: str, tokens: int, border: int, documents: str, one_target: bool, count: int) -> Any:
-    """Loss, gradients and weights of one process; kept, since many layouts are compared with it."""
+@dataclass(frozen=True)
+class Case:
+    """A model, its data and how ranks share it.
+
+    changes, layout  fields of `small_run`
+    documents        a name of DOCUMENTS
+    one_target       a single token of each row has a loss
+    count            microbatches
+    """
+
+    pattern: str
+    changes: dict[str, Any]
+    layout: dict[str, Any]
+    tokens: int
+    documents: str = "one"
+    one_target: bool = False
+    count: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica."""
+        return math.prod(self.layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+
+    def batches(self) -> list[Batch]:
+        """The data, documents placed by a border between ranks, or between pieces of one."""
+        parts = max(self.layout.get("context", 1), 1 + (self.layout.get("context", 1) == 1))
+        return batches_of(self.tokens, self.tokens // parts, self.documents, self.one_target, self.count)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process finds: the sum of all losses, gradients and weights by name."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def reference(case: Case) -> Reference:
+    """One process; kept, since many layouts are compared with it."""
+    parts = max(case.layout.get("context", 1), 2)
+    key = (case.pattern, json.dumps(case.changes), case.tokens, parts, case.documents, case.one_target, case.count)
+    if key not in _REFERENCES:
+        _REFERENCES[key] = _alone(case)
+    return _REFERENCES[key]
+
+
+_REFERENCES: dict[Any, Reference] = {}
+
+
+def _alone(case: Case) -> Reference:
     with core_without_cuda(), ParallelMesh(device="cpu") as mesh:
         mesh.seed(5)
-        run = small_run(pattern, **json.loads(changes))
-        batches = batches_of(tokens, border, documents, one_target, count)
-        losses = [run_step(run, _Alone(mesh), [batch]) for batch in batches]
-        gradients: dict[str, Tensor] = {}
-        for _, found, _ in losses:
-            for name, (gradient, _) in found.items():
-                gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        weights = {name: p.detach() for name, p in losses[0][2].named_parameters()}
-        return sum(loss for loss, _, _ in losses), gradients, weights
+        loss, found, _ = run_step(small_run(case.pattern, **case.changes), mesh, case.batches())
+    return Reference(
+        loss,
+        {name: gradient for name, (gradient, _) in found.items()},
+        {name: parameter.detach() for name, (_, parameter) in found.items()},
+    )
 
 
-class _Alone:
-    """A mesh of this process alone: other ranks of the world do the same beside it."""
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self._mesh = mesh
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mesh, name)
-
-
-def compare_layout(
-    pattern: str,
-    changes: dict[str, Any],
-    layout: dict[str, Any],
-    tokens: int,
-    documents: str = "one",
-    one_target: bool = False,
-    count: int = 1,
-) -> dict[str, float]:
-    """On every rank: the largest difference of the loss and of each gradient from one process, relative to its size."""
-    ranks = layout.get("context", 1)
-    border = tokens // ranks if ranks > 1 else tokens // max(layout.get("pieces", 1), 2)
-    loss, gradients, weights = alone(pattern, json.dumps(changes), tokens, border, documents, one_target, count)
-    run = small_run(pattern, **changes, **layout)
-    with core_without_cuda(), ParallelMesh(run.parallel, device="cpu") as mesh:
+def compare_layout(case: Case, expected: Reference) -> dict[str, float]:
+    """On a rank: the largest difference of the loss and of each gradient from one process, relative to its size."""
+    run = small_run(case.pattern, **case.changes, **case.layout)
+    with core_without_cuda():
+        mesh = held_mesh(run.parallel)
         mesh.seed(5)
-        got, found, _ = run_step(run, mesh, batches_of(tokens, border, documents, one_target, count))
-        differences = {"loss": abs(got - loss) / abs(loss) if mesh.is_last_stage else 0.0}
-        for name, (gradient, parameter) in found.items():
-            dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
-
-            def mine(full: Tensor, dim: int = dim, stride: int = stride) -> Tensor:
-                return own_slice(full, dim if dim >= 0 else None, mesh.tensor, mesh.tensor_rank, stride)
-
-            assert torch.equal(parameter, mine(weights[name])), f"{name} starts differently"
-            scale = gradients[name].abs().max().clamp(min=1e-6)
-            differences[name] = float((gradient - mine(gradients[name])).abs().max() / scale)
-        stages = [set(found)] * mesh.pipeline
-        if mesh.pipeline > 1:
-            dist.all_gather_object(stages, set(found), group=mesh.groups.pp)
-        assert set().union(*stages) >= set(gradients), "parameters that no stage has"
+        loss, found, _ = run_step(run, mesh, case.batches())
+    differences = {"loss": abs(loss - expected.loss) / abs(expected.loss) if mesh.is_last_stage else 0.0}
+    for name, (gradient, parameter) in found.items():
+        dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
+        mine = partial(
+            own_slice,
+            split_dim=dim if dim >= 0 else None,
+            shards=mesh.tensor,
+            index=mesh.tensor_rank,
+            stride=stride,
+        )
+        assert torch.equal(parameter, mine(expected.weights[name])), f"{name} starts differently"
+        whole = expected.gradients[name]
+        differences[name] = float((gradient - mine(whole)).abs().max() / whole.abs().max().clamp(min=1e-6))
+    stages: list[Any] = [set(found)] * mesh.pipeline
+    dist.all_gather_object(stages, set(found), group=mesh.groups.pp)
+    assert set().union(*stages) == set(expected.gradients), "parameters that no stage has, or one too many"
     return differences
+
+
+_HELD: list[tuple[Parallel, ParallelMesh]] = []
+
+
+def held_mesh(parallel: Parallel) -> ParallelMesh:
+    """A mesh that stays for the next case of the same sizes: making all its groups takes longer than a case."""
+    sizes = Parallel(tensor=parallel.tensor, pipeline=parallel.pipeline, context=parallel.context)
+    if _HELD and _HELD[0][0] == sizes:
+        return _HELD[0][1]
+    release_mesh()
+    _HELD.append((sizes, ParallelMesh(sizes, device="cpu")))
+    return _HELD[0][1]
+
+
+def release_mesh() -> None:
+    """Let go of the mesh that is held, so that others may make theirs."""
+    while _HELD:
+        _HELD.pop()[1].destroy()

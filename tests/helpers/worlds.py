@@ -117,10 +117,10 @@ _WORLDS: dict[int, World] = {}
 
 
 @atexit.register
-def close_worlds() -> None:
-    """End all ranks of all worlds."""
-    while _WORLDS:
-        _WORLDS.popitem()[1].close()
+def close_worlds(above: int = 0) -> None:
+    """End all ranks of all worlds of more than `above` ranks: each rank holds the libraries' memory."""
+    for size in [size for size in _WORLDS if size > above]:
+        _WORLDS.pop(size).close()
 
 
 def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str]) -> None:
