@@ -3,7 +3,7 @@
     rank r: all heads of its tokens  --->  each rank j: its heads of all tokens  | scan |  and the reads back
 
 Any rule whose heads are independent may do this; what crosses are activations, and heads must divide by the ranks.
-Convolutions and windows take the rows they need from the left neighbour, as in the relay.
+Convolutions and windows take the rows they need from the left neighbour.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from miras_megatron.layers.documents import Documents
 from miras_megatron.layers.memory_core import HeadScan
 from miras_megatron.memory.state import MemoryInputs
 
-from .carry_relay import RelayCarry
+from .carry_slices import SliceCarry
 
 
-class HeadsCarry(RelayCarry):
+class HeadsCarry(SliceCarry):
     """A `StateCarry` for memories with independent heads whose slices are contiguous, one a rank."""
 
     def run(

@@ -4,7 +4,7 @@
     backward  rank r: gradients of the summaries to its left  --->  each to its own rank
 
 Nobody waits for a state, only for summaries, which all ranks make at once. Convolutions and windows take the rows
-they need from the left neighbour, as in the relay.
+they need from the left neighbour.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from miras_megatron.memory.affine import SummaryForm, arriving_state, compose_sl
 from miras_megatron.memory.rules import Rule
 from miras_megatron.memory.state import MemoryInputs, MemoryState
 
-from .carry_relay import RelayCarry, restart
+from .carry_relay import restart
+from .carry_slices import SliceCarry
 from .cut import documents_of_piece
 
 
-class ScanCarry(RelayCarry):
+class ScanCarry(SliceCarry):
     """A `StateCarry` for affine memories whose slices are contiguous, one a rank."""
 
     def run(
