@@ -118,8 +118,11 @@ def _pieces(run: Run) -> Iterator[str]:
         )
     if pieces > 1 and parallel.carry in ("scan", "heads"):
         yield f"parallel.pieces = {pieces}: carry {parallel.carry!r} works on whole slices; set 1, or carry relay"
-    if pieces > 1 and run.training.recompute:
-        yield f"training.recompute = true: parallel.pieces = {pieces} computes every piece again already; set false"
+    if parts > 1 and run.training.recompute:
+        yield (
+            f"training.recompute = true: with parallel.context = {parallel.context} and parallel.pieces = {pieces} a "
+            f"layer computed again would receive again; pieces are computed again anyway; set false"
+        )
     if parallel.replay_every > 1 and parallel.context > 1:
         yield (
             f"parallel.replay_every = {parallel.replay_every}: with parallel.context = {parallel.context} what lies "

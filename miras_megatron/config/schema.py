@@ -430,9 +430,7 @@ class Run:
 CHANGEABLE_ON_RESUME = (
     "run.dir",
     "run.name",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.sequence",
+    "parallel",
     "memory.checkpoint_every",
     "data.workers",
     "data.cache",

@@ -196,8 +196,28 @@ class _Blame:
             f" ({way}, part {key.slot}, micro-batch {key.micro_batch}), "
             f"after {time.monotonic() - self.began:.1f} s of at most {ring.timeout:.0f}"
         )
+        if "losed by peer" in str(error):
+            # A neighbour that gave up closes too: whoever it waited for in vain is told first.
+            time.sleep(0.5)
         first = _first_cause(own)
         return own + (f"\nfirst cause: {first}" if first != own else "") + f"\n({str(error).splitlines()[0][:200]})"
+
+
+def tell_loss(error: RuntimeError, where: str) -> str | None:
+    """What to say of an `error` that means another rank is gone, with the first cause of all; None: it means no such.
+
+    where  this rank and what it did, for errors that name neither (torch's collectives)
+    """
+    if isinstance(error, NeighbourLost):
+        return str(error)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+        return None
+    own = f"{where} lost another rank in a collective: {str(error).splitlines()[0][:200]}"
+    first = _first_cause(own)
+    return own + (f"\nfirst cause: {first}" if first != own else "")
 
 
 def _first_cause(own: str) -> str:

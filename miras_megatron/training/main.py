@@ -1,7 +1,8 @@
 """miras-train CONFIG [--section.field=value ..] [--resume auto|never|PATH] [--init-from PATH] [--dry-run]
 
 Several ranks: torchrun --nproc-per-node N --no-python miras-train CONFIG. Exit codes: 0 done, or saved after
-SIGTERM or SIGUSR1; 2 something to mend in configuration, data or checkpoint; 3 stopped by the number guard.
+SIGTERM or SIGUSR1; 2 something to mend in configuration, data or checkpoint; 3 stopped by the number guard;
+4 another rank was lost.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_training(run: Run, source: str) -> int:
     """Train; the number guard's stop is an exit code of its own."""
+    from ..parallel.exchange import tell_loss
     from .guard import NotANumber
     from .loop import train
 
@@ -61,6 +63,13 @@ def run_training(run: Run, source: str) -> int:
     except NotANumber as stopped:
         print(f"miras-train: not a number: {stopped}", file=sys.stderr, flush=True)
         return 3
+    except RuntimeError as error:
+        # torch's store is still there: it knows who failed first
+        lost = tell_loss(error, f"rank {find_rank().rank}")
+        if lost is None:
+            raise
+        print(f"miras-train: {lost}", file=sys.stderr, flush=True)
+        return 4
 
 
 def said_by_us(error: BaseException) -> bool:

@@ -38,7 +38,7 @@ def test_configurations_and_the_mathematics_agree_on_what_is_affine(name: str, g
         ("m", {"context": 2, "pieces": 3}, "data.sequence_length = 32: must be a multiple of parallel.context (2) x"),
         ("ma", {"context": 2}, "model.pattern: full attention (letter a) needs whole sequences"),
         ("m", {"pieces": 0}, "parallel.pieces = 0: must be auto, or at least 1"),
-        ("m", {"pieces": 2, "recompute": True}, "training.recompute = true: parallel.pieces = 2 computes every piece"),
+        ("m", {"pieces": 2, "recompute": True}, "training.recompute = true: with parallel.context"),
         ("c", {"context": 2, "head_groups": 2}, "parallel.head_groups = 2: memory as context"),
         ("m", {"context": 2, "head_groups": 3}, "parallel.head_groups = 3: a rank has 2 heads"),
         ("mm", {"pipeline": 2, "forwards_ahead": 1}, "parallel.forwards_ahead = 1: with parallel.pipeline = 2"),
