@@ -9,13 +9,14 @@ READY = $(VENV)/.ready
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv run test test-full test-core-latest check bench clean
+.PHONY: help venv run test test-full test-core-latest smoke-gpu check bench clean
 
 help:
 	@echo "make run               train the quickstart model, show what it learned (minutes)"
 	@echo "make test              checks and tests (minutes)"
 	@echo "make test-full         the full test matrices too (hours)"
 	@echo "make check             format, lint, types, architecture (a minute)"
+	@echo "make smoke-gpu         layouts in small on CUDA and NCCL, where there are GPUs (minutes)"
 	@echo "make bench             speed and memory of the inner loop beside titans-pytorch"
 	@echo "make test-core-latest  the Megatron tests on megatron-core $(CORE_LATEST) (downloads 0.7 GB)"
 	@echo "make venv              only the virtual environment, $(VENV)"
@@ -44,6 +45,11 @@ test: check
 
 test-full: check
 	$(PYTEST) -m "full or not full" --durations=40
+
+smoke-gpu: $(READY)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(PYTEST) -m "gpu or multi_gpu" tests/parallel/test_smoke_gpu.py; \
+	else echo "smoke-gpu: skipped, no CUDA device on this machine (or a PyTorch without CUDA)"; fi
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[bench]"

@@ -1,5 +1,7 @@
 """What `make run` does: train a small Titans-MAC on the shipped text with planted needles, then show what it learned.
 
+It trains on two ranks that share every row, after one rank alone has taken the first steps to compare.
+
     python -m miras_megatron.training.quickstart [CONFIG] [--section.field=value ..]
 
 Everything lies in run.dir: the run itself, summary.json (all that is printed) and quickstart.png. A second call
@@ -25,7 +27,8 @@ from ..config.schema import Run
 from .baselines import gzip_bits_per_byte, held_out_text, stream_bits_per_byte, unigram_bits_per_byte
 from .checkpoint_folder import latest_checkpoint, name_of, write_atomically
 from .generate import open_model, stream_tokens
-from .main import complain, run_training
+from .local_ranks import train_on_local_ranks
+from .main import complain
 from .needles import NeedleScore, score_lengths
 from .picture import draw_quickstart
 from .session import Session
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = parse_command_line(words, prog="quickstart", description=__doc__ or "", switches={})
         began = time.perf_counter()
-        code = run_training(command.run, command.source)
+        code = train_on_local_ranks(command.run, command.source)
         if code == 0 and is_trained(command.run):
             show(command.run, time.perf_counter() - began)
         return code

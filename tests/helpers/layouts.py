@@ -65,6 +65,7 @@ def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch]) -> tuple[float,
 
     if relay is not None:
         batches = [cut_for_rank(b, relay.cut(b.tokens.shape[1]), mesh.context_rank) for b in batches]
+    batches = [batch.to(mesh.device) for batch in batches]
     get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(batches),
@@ -75,7 +76,7 @@ def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch]) -> tuple[float,
         forward_only=False,
     )
     mesh.ring.finish()
-    loss = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+    loss = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=mesh.device)
     dist.all_reduce(loss, group=mesh.groups.cp)
     return float(loss), _gradients(model, run, mesh), model
 
@@ -88,7 +89,7 @@ def _gradients(model: Any, run: Run, mesh: ParallelMesh) -> dict[str, Any]:
         dist.all_reduce(gradient, group=mesh.groups.cp)
         if mesh.tensor > 1 and run.parallel.sequence and getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(gradient, group=mesh.groups.tp)
-        found[_global_name(name, first)] = (gradient, parameter)
+        found[_global_name(name, first)] = (gradient.cpu(), parameter)
     return found
 
 
@@ -177,7 +178,7 @@ def compare_layout(case: Case, expected: Reference) -> dict[str, float]:
             index=mesh.tensor_rank,
             stride=stride,
         )
-        assert torch.equal(parameter, mine(expected.weights[name])), f"{name} starts differently"
+        assert torch.equal(parameter.cpu(), mine(expected.weights[name])), f"{name} starts differently"
         whole = expected.gradients[name]
         differences[name] = float((gradient - mine(whole)).abs().max() / whole.abs().max().clamp(min=1e-6))
     stages: list[Any] = [set(found)] * mesh.pipeline
@@ -195,7 +196,7 @@ def held_mesh(parallel: Parallel) -> ParallelMesh:
     if _HELD and _HELD[0][0] == sizes:
         return _HELD[0][1]
     release_mesh()
-    _HELD.append((sizes, ParallelMesh(sizes, device="cpu")))
+    _HELD.append((sizes, ParallelMesh(sizes, device="cuda" if dist.get_backend() == "nccl" else "cpu")))
     return _HELD[0][1]
 
 

@@ -31,33 +31,37 @@ START_DEADLINE = 240.0
 """seconds for the imports of all ranks, on a busy machine"""
 
 
-def run_world(size: int, function: Callable[..., Any], *args: Any, deadline: float = 180.0) -> list[Any]:
-    """The results of `function(*args)` on ranks 0..size-1, in that order.
+def run_world(
+    size: int, function: Callable[..., Any], *args: Any, deadline: float = 180.0, backend: str = "gloo"
+) -> list[Any]:
+    """The results of `function(*args)` on ranks 0..size-1, in that order; with backend nccl on a GPU each.
 
     Raises RuntimeError with the traceback of every rank that failed, TimeoutError that names the ranks
     still running after `deadline` seconds.
     """
-    world = _WORLDS.get(size)
+    world = _WORLDS.get((size, backend))
     if world is None:
-        world = _WORLDS[size] = World(size)
+        world = _WORLDS[size, backend] = World(size, backend)
     try:
         return world.run(function, args, deadline)
     except BaseException:
-        _WORLDS.pop(size).close(patience=0.0)
+        _WORLDS.pop((size, backend)).close(patience=0.0)
         raise
 
 
 class World:
-    """`size` processes with a gloo group, waiting for functions."""
+    """`size` processes with a group of `backend`, waiting for functions."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory(prefix="world")
         self.ranks: list[Any] = []
         self.pipes: list[Connection] = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, self.folder.name, sys.path), daemon=False)
+            process = context.Process(
+                target=_serve, args=(there, rank, size, self.folder.name, sys.path, backend), daemon=False
+            )
             process.start()
             there.close()
             self.ranks.append(process)
@@ -113,17 +117,17 @@ class World:
         self.folder.cleanup()
 
 
-_WORLDS: dict[int, World] = {}
+_WORLDS: dict[tuple[int, str], World] = {}
 
 
 @atexit.register
 def close_worlds(above: int = 0) -> None:
     """End all ranks of all worlds of more than `above` ranks: each rank holds the libraries' memory."""
-    for size in [size for size in _WORLDS if size > above]:
-        _WORLDS.pop(size).close()
+    for key in [key for key in _WORLDS if key[0] > above]:
+        _WORLDS.pop(key).close()
 
 
-def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str]) -> None:
+def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str], backend: str) -> None:
     """A rank's life: join the group, then answer calls until the pipe closes."""
     os.setpgrp()
     sys.path[:] = path
@@ -135,7 +139,9 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str])
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
     pipe.send((True, None))
     while True:
         try:

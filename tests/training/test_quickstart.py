@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from miras_megatron.config.schema import Data, Run
+from miras_megatron.config.schema import Data, Parallel, Run, Training
 from miras_megatron.training.baselines import (
     gzip_bits_per_byte,
     held_out_text,
     stream_bits_per_byte,
     unigram_bits_per_byte,
 )
+from miras_megatron.training.local_ranks import FIRST_STEPS, compare_first, first_steps
 from miras_megatron.training.picture import draw_quickstart
 from miras_megatron.training.quickstart import pace, report
+from miras_megatron.training.schedule import learning_rate
 
 
 class Counter(nn.Module):
@@ -85,3 +87,23 @@ def test_report_and_picture_of_a_summary(tmp_path: Path) -> None:
         assert part in text
     picture = draw_quickstart(tmp_path, summary)
     assert picture is not None and picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_ranks_that_learn_something_else_end_with_an_error(tmp_path: Path) -> None:
+    """`make run` is where a newcomer sees whether sharing rows works on their machine: it must not pass over a fault."""
+    for name, shift in (("many", 0.0), ("one", 1e-7), ("off", 1e-3)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": (6.0 - step) * (1 + shift)}) for step in range(1, 9)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    assert "those of one rank to 1e-07" in compare_first(tmp_path / "many", tmp_path / "one")
+    with pytest.raises(ValueError, match=r"several ranks and of one differ by 1\.0e-03"):
+        compare_first(tmp_path / "many", tmp_path / "off")
+
+
+def test_one_rank_takes_the_first_steps_at_the_rates_of_the_whole_run(tmp_path: Path) -> None:
+    """Another learning rate would make other losses from step 2 on, and a false alarm."""
+    run = Run(data=Data(), parallel=Parallel(context=2), training=Training(steps=100))
+    few = first_steps(run, tmp_path)
+    assert few.parallel == Parallel() and few.training.steps == FIRST_STEPS
+    for step in range(1, FIRST_STEPS + 1):
+        assert learning_rate(step, few.optimizer, few.training.steps) == learning_rate(step, run.optimizer, 100)
