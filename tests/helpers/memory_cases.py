@@ -112,7 +112,7 @@ def _random_gate(
     def draw(wide: bool) -> Tensor:
         size = (*shape[:3], rule.window) if name == "window" else shape if wide else shape[:3]
         uniform = torch.rand(size, generator=random, dtype=dtype)
-        return _in_range(rule, name, uniform, chunk_size, shape[-1]).requires_grad_()
+        return _in_range(rule, name, uniform, chunk_size, shape[1], shape[-1]).requires_grad_()
 
     sides = [channel and rule.channel_side(layer) is not None for layer in range(rule.depth)]
     if name in ("delta", "window"):
@@ -122,10 +122,13 @@ def _random_gate(
     return draw(sides[0])
 
 
-def _in_range(rule: Rule, name: str, uniform: Tensor, chunk_size: int, head_dim: int) -> Tensor:
+def _in_range(rule: Rule, name: str, uniform: Tensor, chunk_size: int, length: int, head_dim: int) -> Tensor:
     """A uniform draw mapped into a gate's range."""
     if name == "log_keep":
-        return -0.3 * uniform
+        # Under a layer norm weights that fade make the inner loss steeper without end, and orthogonal writes turn them
+        # ever more: a share of the first weights is kept, whatever the length.
+        lasting = rule.layer_norm or rule.newton_schulz != "off"
+        return -0.3 * uniform * (min(1.0, 10.0 / length) if lasting else 1.0)
     if name == "delta":
         return 0.2 + 2.0 * uniform
     if name in ("lr", "lr_prev"):
@@ -134,12 +137,18 @@ def _in_range(rule: Rule, name: str, uniform: Tensor, chunk_size: int, head_dim:
 
 
 def stable_rate(rule: Rule, chunk_size: int, head_dim: int) -> float:
-    """A rate well inside the stable region, for momentum up to 1 and keys that all point one way (rules 1.10)."""
+    """A rate well inside the stable region, for momentum up to 1 and keys that all point one way (rules 1.10).
+
+    Outside it the recurrence is chaotic: over 100 tokens it grew the last bit of a float64 to the whole read. With a
+    layer norm one token's curvature is already that of many, so a chunk below 16 counts as 16.
+    """
     if rule.newton_schulz != "off":
-        return 0.1
+        return 0.1 * min(1.0, chunk_size / 64)
     hidden = head_dim * (rule.expansion if rule.depth > 1 else 1)
-    curvature = (hidden if rule.layer_norm else 2.0) * max(1, rule.depth - 1) * rule.window
-    return 1.0 / (curvature * (1 if rule.exact else chunk_size))
+    sharp = 8.0 if rule.objective == "huber_mixed" else 1.0
+    curvature = sharp * (hidden if rule.layer_norm else 2.0) * max(1, rule.depth - 1) * rule.window
+    tokens = max(chunk_size, 16) if rule.layer_norm else chunk_size
+    return 1.0 / (curvature * (1 if rule.exact else tokens))
 
 
 def _perturbed_state(rule: Rule, state: MemoryState, random: torch.Generator) -> MemoryState:
