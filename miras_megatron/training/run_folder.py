@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from ..config.describe import dump_run
 from ..config.load import load_run
@@ -12,6 +20,12 @@ from .checkpoint_folder import find_checkpoint, folder_of, latest_checkpoint, wr
 
 TRACES = ("config.yaml", "metrics.jsonl", "checkpoints")
 """What a run leaves in its folder."""
+
+LOCK = ".lock"
+PATIENCE = 5.0
+"""seconds for a run that was just killed to let go of its folder"""
+
+logger = logging.getLogger(__name__)
 
 
 def find_start(run: Run) -> Path | None:
@@ -36,14 +50,45 @@ def find_start(run: Run) -> Path | None:
     return found
 
 
-def claim_folder(run: Run) -> None:
-    """Make run.dir and write the resolved configuration into it. Only rank 0 calls it, after `find_start`."""
+@contextmanager
+def claimed_folder(run: Run) -> Iterator[None]:
+    """Make run.dir, hold it against other runs, and write the resolved configuration. Only rank 0, after `find_start`.
+
+    Raises ValueError where another run holds it or it can't be written. The system frees it however this one ends.
+    """
     folder = Path(run.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.yaml", dump_run(stored_form(run)))
-    except OSError as e:
-        raise ValueError(f"run.dir = {folder}: can't be written ({e.strerror or e}); choose another folder") from None
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(folder / LOCK, "a+", encoding="utf-8"))
+            _lock(file, folder)
+            write_atomically(folder / "config.yaml", dump_run(stored_form(run)))
+        except OSError as e:
+            reason = e.strerror or e
+            raise ValueError(f"run.dir = {folder}: can't be written ({reason}); choose another folder") from None
+        yield
+
+
+def _lock(file: TextIO, folder: Path) -> None:
+    """Take the advisory lock and write down who holds it."""
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                way_out = "wait for its end, stop it, or choose another folder"
+                raise ValueError(f"run.dir = {folder}: {holder} is running there; {way_out}") from None
+            time.sleep(0.05)
+        except OSError as e:
+            logger.warning("%s can't be locked (%s): start no second run in it", folder, e.strerror or e)
+            return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
 
 
 def stored_form(run: Run) -> Run:

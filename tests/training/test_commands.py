@@ -4,12 +4,15 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 from helpers.tiny_run import learned, records, tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from miras_megatron.training import generate, loop
+from miras_megatron.training import generate, loop, run_folder
 from miras_megatron.training.main import expand_short, main
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "tflops", "mfu", "peak_gib"}
@@ -329,3 +332,29 @@ def test_one_rank_a_machine_tells_a_wrong_configuration(tmp_path, capsys, monkey
     assert ("optimizer.clip = -1.0" in capsys.readouterr().err) == speaks
     assert main([str(tmp_path / "nowhere.yaml")]) == 2
     assert ("no such file" in capsys.readouterr().err) == speaks
+
+
+HOLD = """\
+import sys, time
+from miras_megatron.config.load import load_run
+from miras_megatron.training.run_folder import claimed_folder
+with claimed_folder(load_run(sys.argv[1:])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_two_runs_dont_write_into_one_folder(tmp_path, capsys, monkeypatch):
+    """A job queued twice mixes two runs' records and checkpoints; a killed one must not block its successor."""
+    monkeypatch.setattr(run_folder, "PATIENCE", 0.2)
+    changes = {"training__steps": 1, "checkpoint__every": 0, "data__split": "100,0,0", "model__vocab_size": 257}
+    argv = tiny_config(tmp_path, **changes)
+    with subprocess.Popen([sys.executable, "-c", HOLD, *argv], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "held\n"
+            code, error = main(argv), capsys.readouterr().err
+        finally:
+            other.kill()
+    assert code == 2
+    assert f"run.dir = {tmp_path / 'run'}: process {other.pid} on {socket.gethostname()} is running there" in error
+    assert main(argv) == 0
