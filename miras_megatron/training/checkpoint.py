@@ -9,7 +9,8 @@ Files, atomicity and what may be unpickled are `checkpoint_folder`'s.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ..config.describe import dump_run
 from ..config.load import load_run
@@ -31,6 +33,7 @@ from .checkpoint_folder import (
     damaged_files,
     describe,
     keep_newest,
+    latest_checkpoint,
     new_checkpoint,
     read_index,
     read_plain,
@@ -59,9 +62,15 @@ class Progress:
 
 
 def save_checkpoint(job: Job, progress: Progress) -> Path:
-    """Write the checkpoint of `progress`, make it `latest`, and drop the oldest. A collective call."""
+    """Write the checkpoint of `progress`, make it `latest`, and drop the oldest. A collective call.
+
+    Raises ValueError where the disk doesn't take it; the checkpoints before stay.
+    """
     run_dir = Path(job.run.run.dir)
-    with new_checkpoint(run_dir, progress.step, job.mesh.rank, _barrier(job)) as folder:
+    with (
+        _told_where_the_disk_fails(run_dir, progress.step),
+        new_checkpoint(run_dir, progress.step, job.mesh.rank, _barrier(job)) as folder,
+    ):
         parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job)
         dist_checkpointing.save(parts, str(folder), sharded_strategy=InProcessSave())
         common = _common_state(job, progress)
@@ -276,6 +285,32 @@ def _verified_index(job: Job, folder: Path) -> Index:
 
 def _barrier(job: Job) -> Callable[[], None]:
     return lambda: job.mesh.barrier("saving a checkpoint")
+
+
+@contextmanager
+def _told_where_the_disk_fails(run_dir: Path, step: int) -> Iterator[None]:
+    """A full or failing disk as one message. torch wraps what went wrong on any rank, and writes through C++ too."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        failed = [cause for cause in causes if _is_of_the_disk(cause)]
+        if not failed:
+            raise
+        cause = failed[0]
+        reason = (cause.strerror if isinstance(cause, OSError) else None) or str(cause).splitlines()[0]
+        kept = latest_checkpoint(run_dir)
+        way_out = f"{kept} stays, run again to go on from it" if kept else "there is none before it"
+        raise ValueError(
+            f"run.dir = {run_dir}: the checkpoint of step {step} can't be written ({reason}); make room there, "
+            f"or keep fewer (checkpoint.keep); {way_out}"
+        ) from None
+
+
+def _is_of_the_disk(cause: BaseException) -> bool:
+    if isinstance(cause, ConnectionError | TimeoutError):  # OSErrors too, but of a lost rank
+        return False
+    return isinstance(cause, OSError) or "PytorchStreamWriter" in str(cause)
 
 
 def _write_manifest(job: Job, folder: Path, step: int) -> None:

@@ -1,12 +1,14 @@
 """A run that was cut and resumed is the run that was never cut, to the last bit."""
 
+import resource
+
 import pytest
 import torch
 from helpers.tiny_run import learned, records, tiny_config
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from miras_megatron.training.checkpoint_folder import latest_checkpoint, read_index
+from miras_megatron.training.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_index
 from miras_megatron.training.main import main
 
 
@@ -44,3 +46,22 @@ def test_five_and_five_steps_are_ten(tmp_path, changes):
     assert main(tiny_config(tmp_path, "whole", **changes, **cut)) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     assert records(tmp_path / "whole")[-1]["loss"] < records(tmp_path / "whole")[0]["loss"]
+
+
+def test_a_full_disk_gives_one_message_and_leaves_the_checkpoint_before(tmp_path, capsys):
+    """A night's end on a full disk: what to do, not a traceback; after room was made the run goes on."""
+    argv = tiny_config(tmp_path, checkpoint__every=2, training__steps=4, evaluate__every=0, data__split="100,0,0")
+    assert main([*argv, "--training.steps=2", "--optimizer.decay_steps=4"]) == 0
+    kept = tmp_path / "run" / "checkpoints" / "step_00000002"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert main([*argv, "--optimizer.decay_steps=4"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 4 can't be written (File too large)" in error
+    assert f"{kept} stays" in error and "Traceback" not in error
+    assert [p.name for p in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
+    assert main([*argv, "--optimizer.decay_steps=4"]) == 0
+    assert [p.name for p in complete_checkpoints(tmp_path / "run")] == ["step_00000002", "step_00000004"]
