@@ -120,15 +120,20 @@ class MemoryCore(nn.Module):
         return read_memory(self.spec.rule, self.params(), state, query)
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeadScan:
-    """`core.scan` as a carry gets it, which says that heads are independent and whose memory is scanned."""
+    """`core.scan` as a carry gets it, which says that heads are independent and whose memory is scanned.
+
+    started  the state that the last scan of all heads started from, wherever it came from; None before it
+    """
 
     core: MemoryCore
+    started: MemoryState | None = None
 
     def __call__(
         self, inputs: MemoryInputs, state: MemoryState, documents: Documents | None, heads: slice
     ) -> tuple[Tensor, MemoryState]:
+        self.started = state if heads == ALL_HEADS else None
         return self.core.scan(inputs, state, documents, heads)
 
 

@@ -7,12 +7,13 @@ through the convolution, shift the chunk grid and are written; their reads are d
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..memory import MemoryInputs
+from ..memory import MemoryInputs, MemoryState
 from .carry import LOCAL, StateCarry
 from .documents import Documents, join_trees, select_rows
 from .memory_core import HeadScan, MemoryCore
@@ -20,15 +21,24 @@ from .memory_core import HeadScan, MemoryCore
 Tree = dict[str, Any]
 
 
+@dataclass
+class Scanned:
+    """What a scan read and started from; `start` is None where a carry scanned heads apart."""
+
+    inputs: MemoryInputs
+    start: MemoryState | None
+
+
 def scan_stream(
     core: MemoryCore, x: Tensor, state: Tree | None, documents: Documents | None, carry: StateCarry = LOCAL
-) -> tuple[Tensor, Tree, MemoryInputs]:
+) -> tuple[Tensor, Tree, Scanned]:
     """Reads [B, T, N, D] of x [B, T, d], the state to go on from, and what was scanned."""
     before = state or {}
     inputs, tails = core.inputs(x, before, documents, carry)
     start = before["memory"] if "memory" in before else core.start(x.shape[0])
-    reads, memory = carry.run(HeadScan(core), inputs, start, documents, core.heads)
-    return reads.to(x.dtype), tails | {"memory": memory}, inputs
+    scan = HeadScan(core)
+    reads, memory = carry.run(scan, inputs, start, documents, core.heads)
+    return reads.to(x.dtype), tails | {"memory": memory}, Scanned(inputs, scan.started)
 
 
 def scan_after_persistent(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import sizes_of
+from ..parallel.layout import decide_layout
 from .tokenizer import load_tokenizer
 
 
@@ -13,7 +14,7 @@ def describe_run(run: Run, source: str, world_size: int = 1) -> str:
     check_run(run, source, world_size)
     vocabulary = run.model.vocab_size or load_tokenizer(run.data.tokenizer).vocab_size
     sizes = sizes_of(run, vocabulary, world_size)
-    data, tensor, pipeline = run.data_ranks(world_size), run.parallel.tensor, run.parallel.pipeline
+    parallel, layout = run.parallel, decide_layout(run)
     operations = sizes.flops_per_token
     rows = {
         "run": f"{run.run.title} ({source}), would lie in {run.run.dir}",
@@ -21,7 +22,11 @@ def describe_run(run: Run, source: str, world_size: int = 1) -> str:
         "vocabulary": f"{vocabulary:,} tokens, {run.model.padded_vocab(vocabulary):,} rows",
         "parameters": f"{sizes.parameters:,}, of which embedding {sizes.embedding_parameters:,}",
         "state": f"{_bytes(sizes.state_bytes)} a sequence, whatever its length",
-        "ranks": f"{world_size} = {data} data x {tensor} tensor x {pipeline} pipeline",
+        "ranks": (
+            f"{world_size} = {run.data_ranks(world_size)} data x {parallel.tensor} tensor "
+            f"x {parallel.pipeline} pipeline x {parallel.context} context"
+        ),
+        "sequences": layout.reason,
         "memory a rank": (
             f"at least {_bytes(sizes.rank_bytes)}: weights, gradients, AdamW {_bytes(sizes.weights_bytes)}, "
             f"saved states {_bytes(sizes.saved_state_bytes)}, logits {_bytes(sizes.logits_bytes)}; activations on top"

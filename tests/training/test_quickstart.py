@@ -90,7 +90,7 @@ def test_report_and_picture_of_a_summary(tmp_path: Path) -> None:
 
 
 def test_ranks_that_learn_something_else_end_with_an_error(tmp_path: Path) -> None:
-    """`make run` is where a newcomer sees whether sharing rows works on their machine: it must not pass over a fault."""
+    """`make run` shows a newcomer whether sharing rows works on their machine: it must not pass over a fault."""
     for name, shift in (("many", 0.0), ("one", 1e-7), ("off", 1e-3)):
         (tmp_path / name).mkdir()
         lines = [json.dumps({"step": step, "loss": (6.0 - step) * (1 + shift)}) for step in range(1, 9)]
