@@ -329,6 +329,8 @@ class Optimizer:
     """decay of matrices; not of W_0, gates, norms, convolutions, biases, embeddings, persistent tokens"""
     clip: float = 1.0
     """largest global gradient norm; 0 = no clipping"""
+    distributed: bool = False
+    """moments and fp32 masters are shared by data- and context-parallel ranks; same numbers, same checkpoints"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +446,7 @@ CHANGEABLE_ON_RESUME = (
     "optimizer.decay_steps",
     "optimizer.weight_decay",
     "optimizer.clip",
+    "optimizer.distributed",
     "checkpoint",
     "logging",
     "evaluate",

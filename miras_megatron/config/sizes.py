@@ -51,17 +51,23 @@ def sizes_of(run: Run, vocab_size: int | None = None, world_size: int = 1) -> Si
     layers, embedding = layer_parameters(run), embedding_parameters(run, vocab_size)
     total = layers + embedding + run.model.hidden
     tensor, pipeline = run.parallel.tensor, run.parallel.pipeline
-    per_weight = 18 if run.training.precision == "bf16" else 16
     return Sizes(
         parameters=total,
         embedding_parameters=embedding,
         state_bytes=state_bytes(run),
-        weights_bytes=(layers // pipeline + embedding) // tensor * per_weight,
+        weights_bytes=int((layers // pipeline + embedding) // tensor * _bytes_per_weight(run, world_size)),
         saved_state_bytes=_saved_state_bytes(run) // (tensor * pipeline),
         logits_bytes=2 * FLOAT32 * _micro_tokens(run) * run.model.padded_vocab(vocab_size) // tensor,
         tokens_per_step=run.tokens_per_step,
         flops_per_token=train_flops_per_token(run, vocab_size),
     )
+
+
+def _bytes_per_weight(run: Run, world_size: int) -> float:
+    """Weight and gradient of each rank; moments and, of bf16, the master: over its ranks with optimizer.distributed."""
+    own, shared = (2 + 4, 4 + 8) if run.training.precision == "bf16" else (4 + 4, 8)
+    ranks = world_size // (run.parallel.tensor * run.parallel.pipeline) if run.optimizer.distributed else 1
+    return own + shared / max(ranks, 1)
 
 
 # -- parameters --------------------------------------------------------------------------------------

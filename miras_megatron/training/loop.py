@@ -130,7 +130,7 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     validation = validation_batches(run, tokenizer, mesh) if validates(run) else None
     mesh.seed(run.training.seed)
     model = build_model(run, mesh)
-    trained = wrap_model(model, model.config)
+    trained = wrap_model(model, model.config, distributed=run.optimizer.distributed)
     optimizer = make_optimizer(run, trained, model.config)
     return Job(run, mesh, tokenizer, model, model.config, trained, optimizer, feed, validation)
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from miras_megatron.config.schema import Data, Memory, Model, Run, Training
+from miras_megatron.config.schema import Data, Memory, Model, Optimizer, Run, Training
 from miras_megatron.config.sizes import memory_flops_per_token, sizes_of, state_bytes, train_flops_per_token
 from miras_megatron.memory import RULES, MemoryInputs, make_rule, scan_memory
 from miras_megatron.memory.fused_scalars import tile_scalars
@@ -90,6 +90,8 @@ def test_layouts_share_and_precision_costs() -> None:
     whole = sizes_of(run, 256)
     split = sizes_of(replace(run, parallel=replace(run.parallel, tensor=2, pipeline=2)), 256)
     bf16 = sizes_of(replace(run, training=replace(run.training, precision="bf16")), 256)
+    shared = sizes_of(replace(run, optimizer=Optimizer(distributed=True)), 256, world_size=4)
+    assert shared.weights_bytes * 16 == whole.weights_bytes * (16 - 8 * 3 / 4)
     assert whole.weights_bytes / 4 < split.weights_bytes < whole.weights_bytes / 2
     assert split.saved_state_bytes == whole.saved_state_bytes // 4
     assert bf16.weights_bytes * 16 == whole.weights_bytes * 18
