@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..memory import MemoryInputs, MemoryState, read_memory
+from ..memory import MemoryInputs, MemoryState, has_fused, read_memory, replay_scan, scan_memory
 from .backends import pick_scan
 from .block_spec import BlockSpec
 from .carry import ALL_HEADS, LOCAL, StateCarry
@@ -114,6 +114,17 @@ class MemoryCore(nn.Module):
         return self.scan_function(
             spec.rule, params, inputs, state, spec.chunk_size, borders(documents), spec.checkpoint_every
         )
+
+    @property
+    def replays(self) -> bool:
+        """Whether there is a `replay`, and whether what leads into the memory may be computed again without ranks."""
+        reference = self.scan_function is scan_memory and has_fused(self.spec.rule) and self.spec.gates == "head"
+        return reference and self.heads == self.spec.heads
+
+    def replay(self, inputs: MemoryInputs, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        """`scan` when its span is computed again for backward: blank values, nothing is walked (`replay_scan`)."""
+        spec = self.spec
+        return replay_scan(spec.rule, self.params(), inputs, state, spec.chunk_size, spec.checkpoint_every)
 
     def read(self, state: MemoryState, query: Tensor) -> Tensor:
         """Reads [B, T, N, D] of the running memory, which stays as it is."""

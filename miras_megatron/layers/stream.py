@@ -17,6 +17,7 @@ from ..memory import MemoryInputs, MemoryState
 from .carry import LOCAL, StateCarry
 from .documents import Documents, join_trees, select_rows
 from .memory_core import HeadScan, MemoryCore
+from .spans import span_tokens, walk_spans
 
 Tree = dict[str, Any]
 
@@ -39,6 +40,28 @@ def scan_stream(
     scan = HeadScan(core)
     reads, memory = carry.run(scan, inputs, start, documents, core.heads)
     return reads.to(x.dtype), tails | {"memory": memory}, Scanned(inputs, scan.started)
+
+
+def takes_spans(core: MemoryCore, x: Tensor, documents: Documents | None, carry: StateCarry) -> bool:
+    """Whether `scan_by_spans` computes this stream, and saves memory."""
+    whole = documents is None and carry is LOCAL and core.replays
+    return (
+        whole and torch.is_grad_enabled() and x.shape[1] > span_tokens(core.spec.chunk_size, core.spec.checkpoint_every)
+    )
+
+
+def scan_by_spans(core: MemoryCore, x: Tensor, state: Tree | None) -> tuple[Tensor, Tree]:
+    """As `scan_stream`, span by span: queries, keys, values and gates aren't kept for backward but computed again."""
+
+    def step(x: Tensor, state: Tree, replays: bool) -> tuple[tuple[Tensor], Tree]:
+        inputs, tails = core.inputs(x, state, None)
+        start: MemoryState = state["memory"]
+        reads, memory = core.replay(inputs, start) if replays else core.scan(inputs, start)
+        return (reads.to(x.dtype),), tails | {"memory": memory}
+
+    before = state if state is not None else core.blank(x.shape[0])
+    (reads,), after = walk_spans(step, x, before, core.spec.chunk_size, core.spec.checkpoint_every)
+    return reads, after
 
 
 def scan_after_persistent(

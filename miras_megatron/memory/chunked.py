@@ -60,6 +60,26 @@ def scan_memory(
     return scan_lanes(scan, inputs, state, lambda rows: rule.init_state(params, rows), cuts)
 
 
+def replay_scan(
+    rule: Rule,
+    params: dict[str, Tensor],
+    inputs: MemoryInputs,
+    state: MemoryState,
+    chunk_size: int = 64,
+    checkpoint_every: int = 8,
+) -> tuple[Tensor, MemoryState]:
+    """`scan_memory` for a recomputation: keeps for backward what that keeps, but walks nothing; values are blank.
+
+    One document; rules and gates of the hand-written scan (`has_fused`), whose backward needs no value of its forward
+    but states that the first walk has kept. Under torch's checkpoint this must be the last that is computed.
+    """
+    assert takes_fused(rule, inputs)
+    phase = 0 if rule.exact else int(state.phase[0])
+    state = state if phase or rule.exact else replace_state(state, anchor=state.weights)
+    reads, after = scan_fused(rule, params, inputs, state, phase, chunk_size, checkpoint_every, replays=True)
+    return reads.to(inputs.q.dtype), after
+
+
 def read_memory(rule: Rule, params: dict[str, Tensor], state: MemoryState, q: Tensor) -> Tensor:
     """Read the running weights with queries q [B, T, N, D] without writing; returns [B, T, N, D] in q's dtype."""
     dtype = state.weights[0].dtype

@@ -18,7 +18,7 @@ from .fused_walk import FusedScan
 from .rules import Rule, gate_of_layer
 from .state import MemoryInputs, MemoryState, replace_state
 
-__all__ = ["TILE", "scan_fused", "takes_fused"]
+__all__ = ["TILE", "has_fused", "scan_fused", "takes_fused"]
 
 CACHED_STATE = 2**21
 """Bytes of W and S that are walked together on a CPU thread: with their gradients and a tile's rows they fill L2."""
@@ -26,11 +26,15 @@ CACHED_STATE = 2**21
 
 def takes_fused(rule: Rule, inputs: MemoryInputs) -> bool:
     """Whether the hand-written scan computes this rule with these gates."""
-    plain = rule.retention == "decay" and rule.gradient_at == "chunk" and rule.window == 1
-    usual = rule.newton_schulz == "off" and rule.max_gradient_norm is None
     layered = (inputs.log_keep, inputs.momentum, inputs.lr) if rule.write_rate == "input" else (inputs.log_keep,)
     gates = [gate_of_layer(gate, i) for gate in layered for i in range(rule.depth)]
-    return plain and usual and all(gate is None or gate.ndim == 3 for gate in gates)
+    return has_fused(rule) and all(gate is None or gate.ndim == 3 for gate in gates)
+
+
+def has_fused(rule: Rule) -> bool:
+    """Whether the hand-written scan computes this rule where its gates are one value a head."""
+    plain = rule.retention == "decay" and rule.gradient_at == "chunk" and rule.window == 1
+    return plain and rule.newton_schulz == "off" and rule.max_gradient_norm is None
 
 
 def scan_fused(
@@ -41,10 +45,11 @@ def scan_fused(
     phase: int,
     chunk_size: int,
     every: int,
+    replays: bool = False,
 ) -> tuple[Tensor, MemoryState]:
     """Reads [B, T, N, D] in the state's dtype and the state after the tokens (its phase is the caller's to set)."""
     inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
-    plan = _plan(rule, inputs, plan_tiles(inputs.q.shape[1], 0 if rule.exact else phase, chunk_size, every))
+    plan = _plan(rule, inputs, plan_tiles(inputs.q.shape[1], 0 if rule.exact else phase, chunk_size, every), replays)
     tokens = _token_arguments(rule, params, inputs)
     matrices = [*state.weights, *state.momentum, *(state.anchor or state.weights)]
     reads, *after = _by_groups(plan, tokens, _norm(params, tokens[0].dtype), matrices)
@@ -60,12 +65,13 @@ def scan_fused(
     return reads, replace_state(state, weights=weights, momentum=momentum, anchor=anchor)
 
 
-def _plan(rule: Rule, inputs: MemoryInputs, spans: tuple[tuple[Tile, ...], ...]) -> Plan:
+def _plan(rule: Rule, inputs: MemoryInputs, spans: tuple[tuple[Tile, ...], ...], replays: bool) -> Plan:
     reopened = any(tile.opens for span in spans for tile in span)
     keeps = [gate_of_layer(inputs.log_keep, i) is not None or rule.fixed_keep for i in range(rule.depth)]
     leaves_anchor = reopened and not spans[-1][-1].ends and not rule.exact
     folds = rule.residual and rule.degree == 1
-    return Plan(rule, spans, rule.depth, inputs.delta is not None, rule.layer_norm, tuple(keeps), leaves_anchor, folds)
+    has_delta = inputs.delta is not None
+    return Plan(rule, spans, rule.depth, has_delta, rule.layer_norm, tuple(keeps), leaves_anchor, folds, replays)
 
 
 def _token_arguments(rule: Rule, params: dict[str, Tensor], inputs: MemoryInputs) -> list[Tensor]:

@@ -38,6 +38,8 @@ class Plan:
     leaves_anchor: bool
     folds_residual: bool
     """the read adds q and the target is v - k (v alone under the dot product), tile by tile"""
+    replays: bool = False
+    """forward only keeps what backward needs and leaves its outputs blank: it has been walked before"""
 
 
 def plan_tiles(length: int, phase: int, chunk_size: int, every: int) -> tuple[tuple[Tile, ...], ...]:

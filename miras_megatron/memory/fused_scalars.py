@@ -80,12 +80,11 @@ def _lower(like: Tensor) -> Tensor:
 class Scalars(TileScalars):
     """The fields of TileScalars for J tiles, [n, J, ...], and what they came from, with m = n x J.
 
-    momenta None without momentum; both = P_a P_m within the tile [m, c, c] (P_a without momentum); lr [m, c]
+    momenta None without momentum; lr [m, c]
     """
 
     keeps: Products
     momenta: Products | None
-    both: Tensor
     lr: Tensor
 
 
@@ -93,19 +92,23 @@ def tile_scalars(log_keep: Tensor | None, momentum: Tensor | None, lr: Tensor) -
     """Scalars of J tiles from gates [n, J, c]; log_keep None keeps everything, momentum None has none."""
     shape, rate = lr.shape[:2], lr.flatten(0, 1)
     keeps = Products.of(torch.zeros_like(rate) if log_keep is None else log_keep.flatten(0, 1))
-    momenta, both, starts = None, keeps.within, [keeps.start]
+    momenta, starts = None, [keeps.start]
     if momentum is not None:
         momenta = Products.of(momentum.flatten(0, 1).log())
-        both = torch.bmm(keeps.within, momenta.within)
         starts.append(torch.bmm(keeps.within, momenta.start.unsqueeze(-1)).squeeze(-1))
-    write, read = both * rate.unsqueeze(-2), torch.stack(starts, -1)
+    write, read = _both(keeps, momenta) * rate.unsqueeze(-2), torch.stack(starts, -1)
     carry, end = read[:, -1:], write[:, -1].unsqueeze(-1)
     if momenta is not None:
         left = momenta.start[:, -1:]
         carry = torch.stack((carry[:, 0], torch.cat([torch.zeros_like(left), left], -1)), 1)
         end = torch.cat([end, (momenta.within[:, -1] * rate).unsqueeze(-1)], -1)
     read, write, carry, end = (x.unflatten(0, shape) for x in (read, write, carry, end))
-    return Scalars(read, write, carry, end, keeps, momenta, both, rate)
+    return Scalars(read, write, carry, end, keeps, momenta, rate)
+
+
+def _both(keeps: Products, momenta: Products | None) -> Tensor:
+    """P_a P_m within the tiles [m, c, c], P_a without momentum."""
+    return keeps.within if momenta is None else torch.bmm(keeps.within, momenta.within)
 
 
 def scalars_backward(scalars: Scalars, grads: TileScalars) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -114,8 +117,9 @@ def scalars_backward(scalars: Scalars, grads: TileScalars) -> tuple[Tensor, Tens
     dread, dwrite, dcarry, dend = (x.flatten(0, 1) for x in (grads.read, grads.write, grads.carry, grads.end))
     dread[:, -1] += dcarry[:, 0]
     dwrite[:, -1] += dend[..., 0]
-    dlr, dboth = (dwrite * scalars.both).sum(1), dwrite.mul_(scalars.lr.unsqueeze(-2))
     keeps, momenta = scalars.keeps, scalars.momenta
+    # both is computed again: kept for every tile of a span it would be the larger cost
+    dlr, dboth = (dwrite * _both(keeps, momenta)).sum(1), dwrite.mul_(scalars.lr.unsqueeze(-2))
     if momenta is None:
         return keeps.log_gradient(dread[..., 0], dboth).unflatten(0, shape), None, dlr.unflatten(0, shape)
     dlr += dend[..., 1] * momenta.within[:, -1]

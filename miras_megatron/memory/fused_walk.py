@@ -1,7 +1,7 @@
 """The walk of the hand-written scan over its tiles: one autograd Function, states kept every span.
 
-Forward keeps the state only at the start of each span; backward walks the spans in reverse, recomputes a span's
-states and inner gradients, and then its tiles in reverse.
+Forward keeps the state only at the start of each span (that of the first is an argument); backward walks the spans in
+reverse, recomputes a span's states and inner gradients, and then its tiles in reverse.
 """
 
 from __future__ import annotations
@@ -51,14 +51,17 @@ class FusedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *flat: Tensor) -> tuple[Tensor, ...]:
-        arguments = Arguments.unpack(plan, flat)
-        state, affine = State.first(arguments), arguments.affine()
+        ctx.plan, arguments = plan, Arguments.unpack(plan, flat)
+        ctx.save_for_backward(*flat)
         reads = torch.empty_like(arguments.value, memory_format=torch.contiguous_format)
-        kept = [stack.new_empty(len(plan.spans), *stack.shape) for stack in state.stacks]
+        if plan.replays:
+            return (reads, *blank_states(plan, arguments))
+        state, affine = State.first(arguments), arguments.affine()
+        kept = [stack.new_empty(len(plan.spans) - 1, *stack.shape) for stack in state.stacks]
         scratch, turns = Workspace(reads), (Workspace(reads), Workspace(reads))
         for j, span in enumerate(plan.spans):
-            for block, stack in zip(kept, state.stacks, strict=True):
-                block[j] = stack
+            for block, stack in zip(kept, state.stacks if j else [], strict=bool(j)):
+                block[j - 1] = stack
             for step in (step for run in span_runs(plan, arguments, span) for step in run.steps):
                 state, turns = state.at(step.tile), turns[::-1]
                 anchor = anchor_forward(plan.rule, state.anchor, affine, step.tokens, scratch, scratch)
@@ -66,8 +69,7 @@ class FusedScan(torch.autograd.Function):
                 read = read + step.tokens.query if plan.folds_residual else read
                 reads[:, step.tile.start : step.tile.stop] = heads_last(read, reads)
                 state = state.after(step.scalars, anchor, turns[0], scratch)
-        ctx.plan, ctx.kept = plan, kept
-        ctx.save_for_backward(*flat)
+        ctx.kept = kept
         rows = [stack[:, r].clone() for r in range(1 + bool(arguments.momenta)) for stack in state.stacks]
         anchors = [x.clone() for x in state.anchor] if plan.leaves_anchor else []
         return (reads, *rows, *anchors)
@@ -76,9 +78,16 @@ class FusedScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         plan, arguments = ctx.plan, Arguments.unpack(ctx.plan, ctx.saved_tensors)
         backward = _Backward(plan, arguments, grads)
-        for j in range(len(plan.spans) - 1, -1, -1):
-            backward.span(plan.spans[j], State([block[j] for block in ctx.kept], arguments.anchor))
+        for j in range(len(plan.spans) - 1, 0, -1):
+            backward.span(plan.spans[j], State([block[j - 1] for block in ctx.kept], arguments.anchor))
+        backward.span(plan.spans[0], State.first(arguments))
         return (None, *backward.result().pack())
+
+
+def blank_states(plan: Plan, arguments: Arguments) -> list[Tensor]:
+    """Room for W, S and the open chunk's anchor after the last token."""
+    anchors = arguments.anchor if plan.leaves_anchor else []
+    return [torch.empty_like(x) for x in (*arguments.weights, *arguments.momenta, *anchors)]
 
 
 class _Backward:
@@ -95,7 +104,8 @@ class _Backward:
         rows = [known(g, x) for g, x in zip(grads[1 : 1 + len(own)], own, strict=True)]
         self.dstacks = [torch.stack(rows[i::depth], 1) for i in range(depth)]
         last = grads[-depth:] if plan.leaves_anchor else [None] * depth
-        self.danchor = [known(g, x).clone() for g, x in zip(last, arguments.weights, strict=True)]
+        danchor = [known(g, x) for g, x in zip(last, arguments.weights, strict=True)]
+        self.danchor = [x.clone() for x in danchor] if plan.leaves_anchor else danchor
         wanted = arguments.tokens_and_norm()
         blank = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted[:3]]
         blank += [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted[3:]]

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, rms_norm, silu
 
 from miras_megatron.layers.head_norm import unit
-from miras_megatron.memory import MemoryInputs, make_rule, scan_memory
+from miras_megatron.layers.spans import walk_spans
+from miras_megatron.memory import MemoryInputs, MemoryState, make_rule, replay_scan, scan_memory
 from miras_megatron.memory.oracle import scan_memory as oracle_scan
 
 from .bench_cases import EXPANSION, Case
 
 RATES = {"log_keep": -0.01, "momentum": 0.3, "lr": 4e-4, "lr_prev": 4e-4, "delta": 1.0}
 """gates are drawn from 0 to these: inside the bound of stability, so that nothing overflows"""
+CHECKPOINT_EVERY = 8
+"""chunks between two kept states: what our layers have by default"""
 MEASURED = 3
 """timed passes after the first, which warms up"""
 
@@ -178,7 +181,14 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, T, d] -> [1, T, d]."""
-        rule, width = self.rule, self.case.head_dim
+        start, size = self.rule.init_state(dict(self.memory.items()), 1), self.case.chunk_size
+        (reads, last), _ = walk_spans(self._span, x, start, size, CHECKPOINT_EVERY)
+        found: Tensor = self.project[3]((reads * last.unsqueeze(-1)).flatten(2))
+        return found
+
+    def _span(self, x: Tensor, state: MemoryState, replays: bool) -> tuple[tuple[Tensor, Tensor], MemoryState]:
+        """Reads and the gate on them, and the state after x [1, T, d]."""
+        width = self.case.head_dim
         x = rms_norm(x, x.shape[-1:])
         q, k, v = (layer(x).unflatten(-1, (-1, width)) for layer in self.project[:3])
         q, k = (unit(silu(one)) for one in (q, k))
@@ -187,10 +197,11 @@ class _Layer(nn.Module):
         inputs = MemoryInputs(
             q, k, v, log_keep=tuple((0.01 * -g) for g in keep), momentum=momentum, lr=tuple(4e-4 * g for g in lr)
         )
-        params = dict(self.memory.items())
-        reads, _ = scan_memory(rule, params, inputs, rule.init_state(params, 1), chunk_size=self.case.chunk_size)
-        found: Tensor = self.project[3]((reads * last.unsqueeze(-1)).flatten(2))
-        return found
+        scan = replay_scan if replays else scan_memory
+        reads, state = scan(
+            self.rule, dict(self.memory.items()), inputs, state, self.case.chunk_size, checkpoint_every=CHECKPOINT_EVERY
+        )
+        return (reads, last), state
 
 
 if __name__ == "__main__":
