@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .choices import Choices
+from .context import pieces_of
 from .rule_table import facts_of
 from .schema import MEMORY_LETTERS, Run
 
@@ -29,9 +30,9 @@ class Sizes:
     weights_bytes: int
     """a rank: weights, gradients, optimizer"""
     saved_state_bytes: int
-    """a rank: memory states kept for the backward of one microbatch"""
+    """a rank: memory states kept for the backward of one microbatch, in one piece and at the pieces' borders"""
     logits_bytes: int
-    """a rank: logits of one microbatch and their gradient"""
+    """a rank: logits that are held at once and their gradient"""
     tokens_per_step: int
     flops_per_token: float
     """forward and backward, counted matrix products, a multiply-add as 2"""
@@ -56,8 +57,8 @@ def sizes_of(run: Run, vocab_size: int | None = None, world_size: int = 1) -> Si
         embedding_parameters=embedding,
         state_bytes=state_bytes(run),
         weights_bytes=int((layers // pipeline + embedding) // tensor * _bytes_per_weight(run, world_size)),
-        saved_state_bytes=_saved_state_bytes(run) // (tensor * pipeline),
-        logits_bytes=2 * FLOAT32 * _micro_tokens(run) * run.model.padded_vocab(vocab_size) // tensor,
+        saved_state_bytes=_saved_state_bytes(run) // (tensor * pipeline) + borders_bytes(run),
+        logits_bytes=_logits_bytes(run, vocab_size),
         tokens_per_step=run.tokens_per_step,
         flops_per_token=train_flops_per_token(run, vocab_size),
     )
@@ -206,14 +207,52 @@ def state_bytes(run: Run) -> int:
     return sum(each[letter] for letter in model.letters)
 
 
-def _micro_tokens(run: Run) -> int:
-    return run.training.micro_batch * run.data.sequence_length
+# -- what grows with the row where it is walked in pieces ----------------------------------------------
+BATCH_BYTES = 8 + 8 + 4
+"""Of a token: itself and its label in int64, its weight in float32."""
+
+LOSS_BYTES = 4 + 4 + 1
+"""Of a token: its loss in float32, the loss's gradient, and whether it counts."""
+
+
+def row_bytes(run: Run) -> int:
+    """Of one microbatch on a rank, whatever the model: whole rows as read, and the rank's slice of them."""
+    rows, ranks = run.training.micro_batch * run.data.sequence_length, run.parallel.context
+    return rows * BATCH_BYTES + (rows // ranks) * (LOSS_BYTES + (BATCH_BYTES if ranks > 1 else 0))
+
+
+def borders_bytes(run: Run) -> int:
+    """States and halos kept at the left borders of a rank's pieces for their replay.
+
+    A row's first piece has none; a rank's last keeps its graph where there is no pipeline, and one of every
+    parallel.replay_every is kept. Micro-batches in flight (forwards ahead, a pipeline) each have their own.
+    """
+    parallel, pieces = run.parallel, pieces_of(run)
+    if pieces == 1:
+        return 0
+    replayed = pieces - 1 if parallel.pipeline == 1 else pieces
+    kept = -(-replayed // parallel.replay_every) - (parallel.context == 1)
+    return max(kept, 0) * run.training.micro_batch * state_bytes(run) // (parallel.tensor * parallel.pipeline)
+
+
+def _piece_tokens(run: Run) -> int:
+    """Of one row, in one piece of a rank."""
+    return -(-run.data.sequence_length // (run.parallel.context * pieces_of(run)))
+
+
+LOGITS_AT_ONCE = 1 << 25
+"""Most logits of a rank that the loss holds at once; sequence parallelism takes all of a piece."""
+
+
+def _logits_bytes(run: Run, vocab_size: int | None) -> int:
+    logits = run.training.micro_batch * _piece_tokens(run) * run.model.padded_vocab(vocab_size) // run.parallel.tensor
+    return 2 * FLOAT32 * (logits if run.parallel.sequence else min(logits, LOGITS_AT_ONCE))
 
 
 def _saved_state_bytes(run: Run) -> int:
-    """States kept every checkpoint_every chunks for the backward; with recompute only one layer's at a time."""
+    """States kept every checkpoint_every chunks for the backward of one piece; with recompute one layer's at a time."""
     memory = run.memory
-    spans = -(-run.data.sequence_length // (memory.chunk_size * memory.checkpoint_every))
+    spans = -(-_piece_tokens(run) // (memory.chunk_size * memory.checkpoint_every))
     layers = sum(letter in MEMORY_LETTERS for letter in run.model.letters)
     kept = min(layers, 1) if run.training.recompute else layers
     return kept * spans * run.training.micro_batch * memory_state_numbers(run) * FLOAT32

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from miras_megatron.config.sizes import LOGITS_AT_ONCE
 from miras_megatron.layers.documents import CuSeqlens
 from miras_megatron.parallel.carry_relay import Passage
 from miras_megatron.parallel.cross_entropy import token_losses
@@ -21,9 +22,6 @@ from miras_megatron.parallel.pieces import Relay
 from miras_megatron.parallel.tensor import gather_columns, without_objects
 
 from .attention_slot import LayerStates, MixerContext
-
-LOGITS_AT_ONCE = 1 << 25
-"""Most logits of a rank that are held at once for the loss: 128 MB of float32."""
 
 
 class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
@@ -150,7 +148,7 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
 
         def stage(number: int, received: Tensor | None, passage: Passage, documents: CuSeqlens) -> Tensor:
             inputs = [None if x is None else x[number] for x in slices]
-            context = MixerContext(cu_seqlens=documents, carry=passage.carry)
+            context = MixerContext(cu_seqlens=documents, carry=passage.carry, watched=not passage.silent)
             assert inputs[0] is not None
             return self._pass(inputs[0], inputs[1], inputs[2], received, context)
 

@@ -22,7 +22,7 @@ from .carries import CARRIES
 from .carry_relay import Passage
 from .cut import Cut, documents_of_piece
 from .exchange import StateRing
-from .tape import Place, Tape
+from .tape import Place, Pool, Tape
 from .trace import Recorder
 
 Stage = Callable[[int, Tensor | None, Passage, CuSeqlens], Tensor]
@@ -103,7 +103,7 @@ class Relay:
         gate: Any = GradientGate.apply
         replay: Any = Replayed.apply
         join: Any = Joined.apply
-        sums = GradientSums(parameters)
+        sums, kept, made = GradientSums(parameters), Pool(), Pool()
         order: Tensor = gate(sums, *parameters)
         outputs: list[Tensor] = []
         roots: list[Tensor] = []
@@ -114,8 +114,8 @@ class Relay:
         last = [runs.pop()] if self.keep_last or self.carry != "relay" else []
         for start in range(0, len(runs), self.every):
             group = runs[start : start + self.every]
-            group[0].passage.tape = Tape(self.kept_in)
-            *parts, order = replay(order, ReplayedRuns(group, sums), *(run.hidden for run in group))
+            group[0].passage.tape = Tape(self.kept_in, kept)
+            *parts, order = replay(order, ReplayedRuns(group, sums, made), *(run.hidden for run in group))
             outputs += parts
         for run in last:
             run.passage.order = order
@@ -181,10 +181,14 @@ class PieceRun:
 
 @dataclass
 class ReplayedRuns:
-    """Pieces that follow each other on this rank, of which only the first one's tape is kept, and their gradients."""
+    """Pieces that follow each other on this rank, of which only the first one's tape is kept, and their gradients.
+
+    made  where the outputs wait until they are joined
+    """
 
     runs: list[PieceRun]
     sums: GradientSums
+    made: Pool
 
     def refill(self, hidden: Sequence[Tensor | None]) -> None:
         """Fill the tapes of all pieces but the first and the last by running all but the last once more."""
@@ -219,7 +223,7 @@ class Replayed(torch.autograd.Function):
     def forward(ctx: Any, order: Tensor, again: ReplayedRuns, *hidden: Tensor | None) -> tuple[Tensor, ...]:
         ctx.again = again
         ctx.save_for_backward(*hidden)
-        return *(run(x) for run, x in zip(again.runs, hidden, strict=True)), order.clone()
+        return *(again.made.copy(run(x)) for run, x in zip(again.runs, hidden, strict=True)), order.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -80,12 +80,15 @@ class Batch:
 
 def cut_for_rank(batch: Batch, cut: Cut, rank: int) -> Batch:
     """The slice of `rank`: its pieces of every row, one after the other."""
-    here = cut.places(rank)
+
+    def own(x: Tensor) -> Tensor:
+        return x if cut.ranks == 1 else torch.cat([x[:, cut.bounds[p] : cut.bounds[p + 1]] for p in cut.mine(rank)], 1)
+
     return replace(
         batch,
-        tokens=batch.tokens[:, here],
-        labels=batch.labels[:, here],
-        loss_mask=batch.loss_mask[:, here],
+        tokens=own(batch.tokens),
+        labels=own(batch.labels),
+        loss_mask=own(batch.loss_mask),
         cut=cut,
         rank=rank,
     )

@@ -100,8 +100,8 @@ Measure = Callable[[Batch, Tensor], Tensor]
 
 def loss_and_count(batch: Batch, losses: Tensor) -> Tensor:
     """[sum of weighed losses, sum of weights], float64."""
-    weights = batch.loss_mask.double()
-    return torch.stack([(losses.detach().double() * weights).sum(), weights.sum()])
+    weighed = losses.detach().double() * batch.loss_mask
+    return torch.stack([weighed.sum(), batch.loss_mask.sum(dtype=torch.float64)])
 
 
 def run_microbatches(
@@ -115,9 +115,6 @@ def run_microbatches(
     """Run the microbatches through megatron-core's schedule, forward and, where training, backward."""
     passed = Passed()
     model = job.trained if job.trained is not None else job.model
-    relay = job.model.relay
-    if relay is not None:
-        batches = [cut_for_rank(batch, relay.cut(batch.tokens.shape[1]), job.mesh.context_rank) for batch in batches]
     rows, length = batches[0].tokens.shape[0], batches[0].row_tokens
 
     def forward(numbered: Iterator[tuple[int, Batch]], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -128,7 +125,7 @@ def run_microbatches(
         passed.probes |= probes
         return output, lambda losses: _report(batch, losses, passed, measure)
 
-    numbered = enumerate(batch.to(job.mesh.device) for batch in batches)
+    numbered = enumerate(own_slice(job, batch) for batch in batches)
     ahead = job.layout.forwards_ahead
     if training and ahead > 0:
         run_forwards_ahead(forward, numbered, model, job.config, len(batches), ahead)
@@ -147,6 +144,14 @@ def run_microbatches(
         )
     job.mesh.ring.finish()
     return passed
+
+
+def own_slice(job: Job, batch: Batch) -> Batch:
+    """What this rank reads of a batch, on its device."""
+    relay = job.model.relay
+    if relay is not None:
+        batch = cut_for_rank(batch, relay.cut(batch.tokens.shape[1]), job.mesh.context_rank)
+    return batch.to(job.mesh.device)
 
 
 def _call(job: Job, model: nn.Module, batch: Batch, passed: Passed) -> Tensor:

@@ -41,7 +41,7 @@ def test_runs_named_after_a_paper_have_its_sizes(path: Path) -> None:
     size = next((s for s in PAPER_SIZES if f"_{s}" in path.stem), None)
     run = load_run([str(path)])
     if size is None:
-        assert path.stem in ("debug_cpu", "quickstart")
+        assert path.stem in ("debug_cpu", "quickstart", "long_2m_cpu")
         return
     assert (run.model.layers, run.model.hidden, run.model.heads, run.optimizer.lr) == PAPER_SIZES[size]
     assert run.tokens_per_step == 2**19
