@@ -197,8 +197,11 @@ def _needles(run: Run) -> Problems:
         yield f"data.tokenizer = {data.tokenizer!r}: data.needles are planted in bytes; set bytes, or needles: null"
     if any(length < 1 for length in run.evaluate.needle_lengths):
         yield f"evaluate.needle_lengths = {run.evaluate.needle_lengths}: each must be at least 1 training row"
-    if needles.answer_weight <= 0:
-        yield f"data.needles.answer_weight = {needles.answer_weight}: must be above 0"
+    if needles.answer_weight < 1 or needles.answer_weight != int(needles.answer_weight):
+        yield (
+            f"data.needles.answer_weight = {needles.answer_weight}: must be a whole number of at least 1: "
+            f"the loss is divided by a count of whole tokens; set {max(1, round(needles.answer_weight))}"
+        )
     planted = (1 + needles.questions) * needles.per_row * (len(needles.marker.encode()) + needles.key_bytes + 1)
     if planted > data.sequence_length:
         yield (

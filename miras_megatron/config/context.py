@@ -81,6 +81,7 @@ def context_problems(run: Run) -> Iterator[str]:
         yield f"parallel.carry = {parallel.carry!r}: {reason}; what fits is {fits}"
     yield from _pieces(run)
     yield from _head_groups(run)
+    yield from _tags(run)
     shared = parallel.context > 1 or pieces_of(run) > 1
     if shared and "a" in letters:
         yield (
@@ -128,6 +129,20 @@ def _pieces(run: Run) -> Iterator[str]:
             f"parallel.replay_every = {parallel.replay_every}: with parallel.context = {parallel.context} what lies "
             f"between two pieces of a rank is on other ranks; set 1"
         )
+
+
+MOST_BORDERS, MOST_GROUPS, MOST_AHEAD = 1023, 48, 15
+"""What a packet's tag tells apart (parallel/exchange.py)."""
+
+
+def _tags(run: Run) -> Iterator[str]:
+    parallel = run.parallel
+    if (borders := parallel.context * pieces_of(run)) > MOST_BORDERS:
+        yield f"parallel.context x parallel.pieces = {borders}: at most {MOST_BORDERS} pieces a row; set fewer"
+    if parallel.head_groups != "auto" and parallel.head_groups > MOST_GROUPS:
+        yield f"parallel.head_groups = {parallel.head_groups}: at most {MOST_GROUPS}; set fewer"
+    if parallel.forwards_ahead != "auto" and parallel.forwards_ahead > MOST_AHEAD:
+        yield f"parallel.forwards_ahead = {parallel.forwards_ahead}: at most {MOST_AHEAD}; set fewer"
 
 
 def _head_groups(run: Run) -> Iterator[str]:

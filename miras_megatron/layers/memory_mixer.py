@@ -68,7 +68,7 @@ def run_memory(
         reads, after = scan_after_persistent(core, x, persistent, state, documents, carry)
         start = state["memory"] if state is not None else core.start(x.shape[0])
         scanned = Scanned(core.inputs(x, {}, documents)[0], start) if probe is not None else None
-    elif probe is None and takes_spans(core, x, documents, carry):
+    elif probe is None and takes_spans(core, x, state, documents, carry):
         return scan_by_spans(core, x, state)
     else:
         reads, after, scanned = scan_stream(core, x, state, documents, carry)

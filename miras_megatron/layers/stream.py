@@ -42,9 +42,13 @@ def scan_stream(
     return reads.to(x.dtype), tails | {"memory": memory}, Scanned(inputs, scan.started)
 
 
-def takes_spans(core: MemoryCore, x: Tensor, documents: Documents | None, carry: StateCarry) -> bool:
-    """Whether `scan_by_spans` computes this stream, and saves memory."""
-    whole = documents is None and carry is LOCAL and core.replays
+def takes_spans(
+    core: MemoryCore, x: Tensor, state: Tree | None, documents: Documents | None, carry: StateCarry
+) -> bool:
+    """Whether `scan_by_spans` computes this stream, and saves memory: rows that stand at one place of their chunks."""
+    phase = None if state is None else state["memory"].phase
+    level = phase is None or bool((phase == phase[0]).all())
+    whole = documents is None and carry is LOCAL and core.replays and level
     return (
         whole and torch.is_grad_enabled() and x.shape[1] > span_tokens(core.spec.chunk_size, core.spec.checkpoint_every)
     )

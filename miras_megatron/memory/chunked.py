@@ -74,6 +74,7 @@ def replay_scan(
     but states that the first walk has kept. Under torch's checkpoint this must be the last that is computed.
     """
     assert takes_fused(rule, inputs)
+    assert rule.exact or bool((state.phase == state.phase[0]).all()), "rows at different places of their chunks"
     phase = 0 if rule.exact else int(state.phase[0])
     state = state if phase or rule.exact else replace_state(state, anchor=state.weights)
     reads, after = scan_fused(rule, params, inputs, state, phase, chunk_size, checkpoint_every, replays=True)

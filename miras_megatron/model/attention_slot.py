@@ -7,8 +7,7 @@ TransformerBlock and TransformerLayer as their `packed_seq_params`; nothing is g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,14 +36,12 @@ class MixerContext(PackedSeqParams):  # type: ignore[misc, unused-ignore]
     states       what to go on from, layer by layer; None or a missing layer = from the start
     returned     where each mixer leaves its state after the last token; None = nobody wants it
     carry        layer number -> how its state comes from the left and goes to the right
-    watched      whether probes look at this pass: not at a piece that is computed again
     """
 
     cu_seqlens: CuSeqlens = None
     states: LayerStates = field(default_factory=dict)
     returned: LayerStates | None = None
     carry: Callable[[int], StateCarry] = lambda layer: LOCAL
-    watched: bool = True
 
 
 class MixerSlot(MegatronModule):  # type: ignore[misc, unused-ignore]
@@ -84,14 +81,13 @@ class MixerSlot(MegatronModule):  # type: ignore[misc, unused-ignore]
         context = packed_seq_params or MixerContext()
         x = self._enter(hidden_states)
         state = context.states.get(self.layer_number)
-        with nullcontext() if context.watched else _unwatched(self.mixer):
-            y, after = self.mixer(
-                x,
-                cu_seqlens=context.cu_seqlens,
-                state=state,
-                return_state=context.returned is not None,
-                carry=context.carry(self.layer_number),
-            )
+        y, after = self.mixer(
+            x,
+            cu_seqlens=context.cu_seqlens,
+            state=state,
+            return_state=context.returned is not None,
+            carry=context.carry(self.layer_number),
+        )
         if context.returned is not None:
             context.returned[self.layer_number] = after
         return self._leave(y), None
@@ -115,20 +111,6 @@ class MixerSlot(MegatronModule):  # type: ignore[misc, unused-ignore]
     ) -> dict[str, Any]:
         """Every parameter of the mixer as a ShardedTensor, split by heads as it says itself."""
         return sharded_parameters(self.mixer, f"{prefix}mixer.", sharded_offsets, metadata, self.tp_group)
-
-
-@contextmanager
-def _unwatched(mixer: nn.Module) -> Iterator[None]:
-    """Inside, the block's probe is taken away."""
-    probe = getattr(mixer, "probe", None)
-    if probe is None:
-        yield
-        return
-    mixer.probe = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        mixer.probe = probe
 
 
 def _keep_gates_wide(mixer: nn.Module) -> None:

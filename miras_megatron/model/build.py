@@ -53,7 +53,7 @@ def build_model(run: Run, mesh: ParallelMesh, vocab_size: int | None = None) -> 
             mesh.ring,
             per_rank=layout.pieces,
             head_groups=layout.head_groups,
-            keep_last=layout.pieces == 1 or (mesh.pipeline == 1 and layout.forwards_ahead == 0),
+            keep_last=layout.forwards_ahead == 0 and (layout.pieces == 1 or mesh.pipeline == 1),
             kept_in=run.parallel.keep_states,
             every=run.parallel.replay_every,
             carry="relay" if layout.carry == "local" else layout.carry,

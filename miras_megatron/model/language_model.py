@@ -148,7 +148,7 @@ class MemoryLanguageModel(LanguageModule):  # type: ignore[misc, unused-ignore]
 
         def stage(number: int, received: Tensor | None, passage: Passage, documents: CuSeqlens) -> Tensor:
             inputs = [None if x is None else x[number] for x in slices]
-            context = MixerContext(cu_seqlens=documents, carry=passage.carry, watched=not passage.silent)
+            context = MixerContext(cu_seqlens=documents, carry=passage.carry)
             assert inputs[0] is not None
             return self._pass(inputs[0], inputs[1], inputs[2], received, context)
 

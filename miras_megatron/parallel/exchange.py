@@ -25,7 +25,7 @@ Direction = Literal["right", "left"]
 ALIGN = 16
 """bytes; every tensor of a packet begins at a multiple, so that it can be read in place"""
 
-MICRO_BATCHES, BORDERS, LAYERS, SLOTS = 1 << 5, 1 << 12, 1 << 9, 1 << 4
+MICRO_BATCHES, BORDERS, LAYERS, SLOTS = 1 << 5, 1 << 10, 1 << 9, 1 << 6
 """Most that a tag tells apart; together with the direction 31 bits."""
 
 
@@ -100,7 +100,9 @@ class StateRing:
     waits: list[Wait] = field(default_factory=list)
     bytes_sent: int = 0
     _box: dict[tuple[Direction, Key], list[Tensor]] = field(default_factory=dict)
-    _under_way: deque[tuple[Any, Tensor, Key, Direction]] = field(default_factory=deque)
+    _under_way: dict[Direction, deque[tuple[Any, Tensor, Key]]] = field(
+        default_factory=lambda: {"right": deque(), "left": deque()}
+    )
 
     @property
     def size(self) -> int:
@@ -108,17 +110,21 @@ class StateRing:
         return len(self.ranks)
 
     def send(self, direction: Direction, key: Key, tensors: Sequence[Tensor]) -> None:
-        """Hand `tensors` on; returns at once. The packet is kept until it has gone."""
+        """Hand `tensors` on; returns at once. The packet is kept until it has gone.
+
+        gloo can't be asked whether it has. So a packet is waited for when this rank is two pieces further: by then
+        its receiver has most likely been there, and since it needs nothing that isn't sent, it will be.
+        """
         if self.size == 1:
             assert (direction, key) not in self._box, f"{key} was sent twice"
             self._box[direction, key] = [x.detach() for x in tensors]
             return
-        self._reap()
+        self._settle_older(direction, key)
         packet = pack(tensors)
         peer, group = self._edge(direction, outward=True)
         with self._blaming(direction, key, outward=True):
             work = dist.isend(packet, peer, group=group, tag=key.tag(direction))
-        self._under_way.append((work, packet, key, direction))
+        self._under_way[direction].append((work, packet, key))
         self.bytes_sent += packet.numel()
 
     def receive(self, direction: Direction, key: Key, like: Sequence[Tensor]) -> list[Tensor]:
@@ -140,8 +146,9 @@ class StateRing:
 
     def finish(self) -> None:
         """Wait until all packets have gone; nothing may be left that nobody fetched."""
-        while self._under_way:
-            self._settle()
+        for direction in self._under_way:
+            while self._under_way[direction]:
+                self._settle(direction)
         assert not self._box, f"packets that nobody fetched: {list(self._box)[:4]}"
 
     def drain_waits(self) -> list[Wait]:
@@ -149,12 +156,18 @@ class StateRing:
         waits, self.waits = self.waits, []
         return waits
 
-    def _reap(self) -> None:
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._settle()
+    @property
+    def packets_under_way(self) -> int:
+        """Packets that are kept since they may not have gone yet."""
+        return sum(map(len, self._under_way.values()))
 
-    def _settle(self) -> None:
-        work, _, key, direction = self._under_way.popleft()
+    def _settle_older(self, direction: Direction, key: Key) -> None:
+        waiting = self._under_way[direction]
+        while waiting and _long_ago(waiting[0][2], key, 2 * self.size):
+            self._settle(direction)
+
+    def _settle(self, direction: Direction) -> None:
+        work, _, key = self._under_way[direction].popleft()
         with self._blaming(direction, key, outward=True):
             work.wait(datetime.timedelta(seconds=self.timeout))
 
@@ -170,6 +183,13 @@ class StateRing:
 
 
 WHAT = {"right": ("state", "forward"), "left": ("state's gradient", "backward")}
+
+
+def _long_ago(sent: Key, now: Key, pieces: int) -> bool:
+    """Whether `sent` is at least so many pieces, or two micro-batches, before `now`."""
+    if sent.micro_batch != now.micro_batch:
+        return now.micro_batch - sent.micro_batch >= 2
+    return abs(sent.piece - now.piece) >= pieces
 
 
 class _Blame:
@@ -199,32 +219,41 @@ class _Blame:
         if "losed by peer" in str(error):
             # A neighbour that gave up closes too: whoever it waited for in vain is told first.
             time.sleep(0.5)
-        first = _first_cause(own)
-        return own + (f"\nfirst cause: {first}" if first != own else "") + f"\n({str(error).splitlines()[0][:200]})"
+        return with_first_cause(own) + f"\n({str(error).splitlines()[0][:200]})"
 
 
-def tell_loss(error: RuntimeError, where: str) -> str | None:
-    """What to say of an `error` that means another rank is gone, with the first cause of all; None: it means no such.
+GONE = ("onnection", "imed out", "closed by", "roken pipe", "eset by peer", "NCCL")
+"""What torch's errors say where a rank of a collective died or hung."""
 
-    where  this rank and what it did, for errors that name neither (torch's collectives)
+
+def as_loss(error: BaseException, where: str) -> NeighbourLost | None:
+    """What to raise for an `error` of torch's collectives that means another rank is gone; None: it means no such.
+
+    where  this rank, for an error that names none
     """
-    if isinstance(error, NeighbourLost):
-        return str(error)
+    if isinstance(error, NeighbourLost) or not isinstance(error, RuntimeError):
+        return None
+    said = str(error).splitlines()[0][:200]
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or not str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+    torchs = trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed")
+    if not torchs or not any(word in said for word in GONE):
         return None
-    own = f"{where} lost another rank in a collective: {str(error).splitlines()[0][:200]}"
-    first = _first_cause(own)
+    return NeighbourLost(with_first_cause(f"{where} lost another rank in a collective: {said}"))
+
+
+def with_first_cause(own: str) -> str:
+    """`own`, and what the first rank that failed said, where that was another."""
+    first = tell_cause(own)
     return own + (f"\nfirst cause: {first}" if first != own else "")
 
 
-def _first_cause(own: str) -> str:
-    """What the first rank that failed wrote; `own` where that is this one or nobody can be asked."""
+def tell_cause(own: str) -> str:
+    """Tell all ranks `own` where it is the first cause; returns the first. `own` where nobody can be asked."""
     try:
         store: Any = dist.distributed_c10d._get_default_store()
-        return str(store.compare_set("relay_first_cause", "", own).decode())
+        return str(store.compare_set("first_cause", "", own).decode())
     except Exception:
         return own
 

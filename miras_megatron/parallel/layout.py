@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miras_megatron.config.context import fitting_carries
+from miras_megatron.config.context import fitting_carries, pieces_of
 from miras_megatron.config.schema import MEMORY_LETTERS, Run
 from miras_megatron.config.sizes import state_bytes
 
@@ -62,6 +62,8 @@ def _carry(run: Run) -> tuple[str, str]:
         return "local", "one rank has whole sequences"
     if not MEMORY_LETTERS & set(run.model.letters):
         return "relay", "only halos cross"
+    if pieces_of(run) > 1 or run.parallel.head_groups not in ("auto", 1):
+        return "relay", "pieces or head groups are configured"
     limit = most_ranks(_costs(run), run.model.layers // run.parallel.pipeline)
     fits = fitting_carries(run)
     if ranks <= limit or fits == ["relay"]:
@@ -96,4 +98,5 @@ def _to_fit(run: Run) -> int:
     if set(run.model.letters) & {"a"} or run.data.packing == "ordered" or run.training.recompute:
         return 1
     least = -(-tokens * run.training.micro_batch // PIECE_TOKENS)
-    return next((v for v in range(least, 16 * least + 1) if tokens % v == 0), 1)
+    grid = run.parallel.tensor if run.parallel.sequence else 1
+    return next((v for v in range(least, 16 * least + 1) if tokens % (v * grid) == 0), 1)

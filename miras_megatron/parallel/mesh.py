@@ -17,7 +17,7 @@ import torch.distributed as dist
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.schema import Parallel
 
-from .exchange import Edges, StateRing
+from .exchange import Edges, StateRing, as_loss, tell_cause
 from .rendezvous import RankInfo
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -177,8 +177,24 @@ class ParallelMesh:
     def __enter__(self) -> ParallelMesh:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.destroy()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave. What went wrong is told to the others first: theirs will be the failures of victims.
+
+        Raises NeighbourLost for an error of torch's that means another rank is gone.
+        """
+        try:
+            if isinstance(error, Exception) and self.world_size > 1:
+                lost = as_loss(error, self.name)
+                if lost is not None:
+                    raise lost from error
+                tell_cause(f"{self.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+        finally:
+            self.destroy()
+
+    @property
+    def name(self) -> str:
+        """For messages: "rank 3 (dp0 pp0 cp1 tp1)"."""
+        return f"rank {self.rank} ({self.coordinates})"
 
 
 def _known_groups() -> set[Any]:

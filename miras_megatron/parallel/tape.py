@@ -34,6 +34,8 @@ class Pool:
     def copy(self, x: Tensor, *, pinned: bool = False) -> Tensor:
         """A copy of `x`, without history; pinned: in host memory, which may still be under way there."""
         home, size = torch.device("cpu") if pinned else x.device, x.numel() * x.element_size()
+        if home.type != "cpu":
+            return x.detach().clone()  # CUDA's allocator has pools of its own
         block, used = self._blocks.get((home, pinned), (None, 0))
         if block is None or used + size > block.numel():
             block, used = torch.empty(max(BLOCK, size), dtype=torch.uint8, device=home, pin_memory=pinned), 0

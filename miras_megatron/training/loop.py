@@ -90,6 +90,7 @@ def keep_trace(job: Job, step: int) -> None:
     """Write the trace of a recorded step, rank 0 for all. A collective call then."""
     if job.model.relay is None or step != job.run.logging.trace_step:
         return
+    job.model.relay.recorder.on = False
     events = job.model.relay.recorder.take(job.waits)
     ranks = gather_objects(job.mesh, (job.mesh.coordinates, events))
     if job.mesh.is_main:
@@ -214,6 +215,8 @@ def tell_start(log: RunLog, job: Job, start: Path | None, progress: Progress) ->
         f"{run.run.title}: {own:,} parameters a rank, {run.tokens_per_step:,} tokens a step, {mesh.world_size} rank(s) "
         f"on {mesh.device.type}, {run.training.precision}; records in {run.run.dir}"
     )
+    if job.layout.shares:
+        log.say(job.layout.reason)
     if start is not None:
         log.say(f"goes on from {start} (step {progress.step})")
     elif run.training.init_from is not None:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_training(run: Run, source: str) -> int:
     """Train; the number guard's stop is an exit code of its own."""
-    from ..parallel.exchange import tell_loss
+    from ..parallel.exchange import NeighbourLost
     from .guard import NotANumber
     from .loop import train
 
@@ -63,11 +63,7 @@ def run_training(run: Run, source: str) -> int:
     except NotANumber as stopped:
         print(f"miras-train: not a number: {stopped}", file=sys.stderr, flush=True)
         return 3
-    except RuntimeError as error:
-        # torch's store is still there: it knows who failed first
-        lost = tell_loss(error, f"rank {find_rank().rank}")
-        if lost is None:
-            raise
+    except NeighbourLost as lost:
         print(f"miras-train: {lost}", file=sys.stderr, flush=True)
         return 4
 

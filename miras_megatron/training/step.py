@@ -129,7 +129,7 @@ def run_microbatches(
     ahead = job.layout.forwards_ahead
     if training and ahead > 0:
         run_forwards_ahead(forward, numbered, model, job.config, len(batches), ahead)
-        job.mesh.ring.finish()
+        _settle(job)
         return passed
     schedule: Any = get_forward_backward_func()
     with nullcontext() if training else torch.no_grad():
@@ -142,8 +142,15 @@ def run_microbatches(
             micro_batch_size=rows,
             forward_only=not training,
         )
-    job.mesh.ring.finish()
+    _settle(job)
     return passed
+
+
+def _settle(job: Job) -> None:
+    """All packets of the step have gone; the next one's micro-batches count from 0."""
+    job.mesh.ring.finish()
+    if job.model.relay is not None:
+        job.model.relay.calls = 0
 
 
 def own_slice(job: Job, batch: Batch) -> Batch:

@@ -37,7 +37,7 @@ def test_a_packet_holds_its_tensors_bit_for_bit() -> None:
 
 def test_no_two_packets_share_a_tag() -> None:
     """gloo hands a receiver whatever has its tag."""
-    keys = [Key(*place) for place in itertools.product((0, 1, 31), (0, 1, 4095), (1, 2, 511), (0, 1, 15))]
+    keys = [Key(*place) for place in itertools.product((0, 1, 31), (0, 1, 1023), (1, 2, 511), (0, 1, 63))]
     tags = [key.tag(direction) for key in keys for direction in ("right", "left")]
     assert len(set(tags)) == len(tags) and max(tags) < 2**31
 
@@ -72,7 +72,7 @@ def pass_around(rounds: int) -> float:
 @pytest.mark.parametrize("size", [2, 3])
 def test_packets_cross_in_any_order(size: int) -> None:
     """Blocking sends would deadlock here; wrong neighbours would change the sum."""
-    rounds = 3
+    rounds = 2
     for rank, total in enumerate(run_world(size, pass_around, rounds)):
         neighbours = (rank - 1) % size + (rank + 1) % size
         assert total == sum(2 * (neighbours + 2 * number) for number in range(rounds))
