@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -120,6 +121,11 @@ class World:
 _WORLDS: dict[tuple[int, str], World] = {}
 
 
+def living_worlds() -> list[tuple[int, str]]:
+    """(ranks, backend) of the worlds that wait for functions."""
+    return list(_WORLDS)
+
+
 @atexit.register
 def close_worlds(above: int = 0) -> None:
     """End all ranks of all worlds of more than `above` ranks: each rank holds the libraries' memory."""
@@ -156,7 +162,10 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str],
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the test file `file`, which no import path leads to."""
+    """The function `name` of the test file `file`, which no import path leads to (but to the helpers one does)."""
+    if Path(file).parent == Path(__file__).resolve().parent:
+        helper: Callable[..., Any] = getattr(importlib.import_module(f"helpers.{Path(file).stem}"), name)
+        return helper
     module_name = "world_" + "_".join(Path(file).with_suffix("").parts[-3:])
     module = sys.modules.get(module_name)
     if module is None:

@@ -1,12 +1,11 @@
 """Ranks that share a row by trading their tokens for heads, against one process."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.layouts import Case, Reference, compare_layout, reference, release_mesh
+from helpers.layouts import Case, Reference, compare_layout, reference
 from helpers.worlds import run_world
 
 from miras_megatron.layers.memory_core import HeadScan
@@ -19,14 +18,6 @@ TOKENS = 47
 """No multiple of the chunk (4) or of the ranks: slices differ in length."""
 THREE = {"heads": 3, "hidden": 24}
 FOUR = {"heads": 4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def let_go() -> Iterator[None]:
-    """Other tests of the same ranks make groups of their own."""
-    yield
-    for ranks in (2, 3, 4):
-        run_world(ranks, release_mesh)
 
 
 def compare(case: Case, expected: Reference) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.layouts import DOCUMENTS, Case, compare_layout, reference, release_mesh
+from helpers.layouts import DOCUMENTS, Case, compare_layout, reference
 from helpers.worlds import close_worlds, run_world
 
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -134,14 +134,6 @@ def by_ranks(case: dict[str, Any]) -> tuple[int, ...]:
     """Cases of one layout follow each other: the ranks keep their groups."""
     sizes = [case[axis] for axis in ("tensor", "pipeline", "context")]
     return math.prod(sizes), *sizes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def let_go() -> Iterator[None]:
-    """Other tests of the same ranks make groups of their own."""
-    yield
-    for size in range(1, MOST_RANKS + 1):
-        run_world(size, release_mesh)
 
 
 @pytest.mark.parametrize("case", sorted(CASES, key=by_ranks), ids=name_of)
