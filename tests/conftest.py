@@ -6,8 +6,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from helpers.worlds import drop_old_groups
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -15,6 +18,12 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(20250113)
+
+
+@pytest.fixture(autouse=True)
+def _no_old_groups() -> Iterator[None]:
+    yield
+    drop_old_groups()
 
 
 @pytest.fixture(autouse=True)

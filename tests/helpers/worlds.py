@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -121,6 +122,13 @@ class World:
 _WORLDS: dict[tuple[int, str], World] = {}
 
 
+def drop_old_groups(most_threads: int = 100) -> None:
+    """Collect models that only their own cycles use: they keep process groups, whose threads never sleep long."""
+    threads = Path("/proc/self/task")
+    if not threads.exists() or len(os.listdir(threads)) > most_threads:
+        gc.collect()
+
+
 def living_worlds() -> list[tuple[int, str]]:
     """(ranks, backend) of the worlds that wait for functions."""
     return list(_WORLDS)
@@ -158,6 +166,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str],
             pipe.send((True, _load(file, name)(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        drop_old_groups()
     dist.destroy_process_group()
 
 
