@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make run               train the quickstart model, show what it learned (minutes)"
 	@echo "make test              checks and tests (minutes)"
-	@echo "make test-full         the full test matrices too (hours)"
+	@echo "make test-full         the full test matrices too (about an hour)"
 	@echo "make check             format, lint, types, architecture (a minute)"
 	@echo "make smoke-gpu         layouts in small on CUDA and NCCL, where there are GPUs (minutes)"
 	@echo "make bench             speed and memory of the inner loop beside titans-pytorch"
