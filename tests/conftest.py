@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     devices = torch.cuda.device_count()
     for item in items:
-        needs = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        several = item.get_closest_marker("multi_gpu")
+        needs = (*several.args, 2)[0] if several else 1 if item.get_closest_marker("gpu") else 0
         (kept if devices >= needs else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -8,7 +8,7 @@ Convolutions and windows take the rows they need from the left neighbour.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,10 @@ class HeadsCarry(SliceCarry):
         trade = Trade(passage.piece, [passage.cut.length(p) for p in range(passage.pieces)], passage.group)
         rows = Documents.of(passage.documents, inputs.q.shape[0], passage.cut.tokens)
         reads, after = scan(_trade_inputs(trade, inputs), state.heads(own), rows, own)
-        return _to_tokens(trade, reads), after
+        return _traded(reads, trade.to_tokens, trade.to_heads), after
+
+
+Way = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,43 +91,31 @@ class Trade:
         dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), come, go, group=self.group)
 
 
-class TokensForHeads(torch.autograd.Function):
-    """forward: rank r's tokens, heads of rank j    r  --->  j, for all j
-    backward: their gradients                       r  <---  j"""
+class Traded(torch.autograd.Function):
+    """forward: what each rank j is to have    r  --->  j, for all j
+    backward: its gradient the other way       r  <---  j
+
+    there, back  the trade's two ways, either first
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trade: Trade) -> Tensor:
-        ctx.trade = trade
-        return trade.to_heads(x)
+    def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.trade.to_tokens(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
 
 
-class HeadsForTokens(torch.autograd.Function):
-    """forward: rank r's heads, tokens of rank j    r  --->  j, for all j
-    backward: their gradients                       r  <---  j"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, trade: Trade) -> Tensor:
-        ctx.trade = trade
-        return trade.to_tokens(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.trade.to_heads(gradients[0]), None
-
-
-def _to_tokens(trade: Trade, reads: Tensor) -> Tensor:
-    apply: Any = HeadsForTokens.apply
-    traded: Tensor = apply(reads, trade)
+def _traded(x: Tensor, there: Way, back: Way) -> Tensor:
+    apply: Any = Traded.apply
+    traded: Tensor = apply(x, there, back)
     return traded
 
 
 def _trade_inputs(trade: Trade, inputs: MemoryInputs) -> MemoryInputs:
     """The inputs of all tokens for this rank's heads; tensors of one dtype cross beside each other."""
-    apply: Any = TokensForHeads.apply
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
@@ -136,7 +127,7 @@ def _trade_inputs(trade: Trade, inputs: MemoryInputs) -> MemoryInputs:
     for dtype in dict.fromkeys(x.dtype for x in found):
         places = [i for i, x in enumerate(found) if x.dtype == dtype]
         wide = [found[i] if found[i].dim() == 4 else found[i].unsqueeze(-1) for i in places]
-        parts = apply(torch.cat(wide, -1), trade).split([x.shape[-1] for x in wide], -1)
+        parts = _traded(torch.cat(wide, -1), trade.to_heads, trade.to_tokens).split([x.shape[-1] for x in wide], -1)
         traded |= {i: part if found[i].dim() == 4 else part.squeeze(-1) for i, part in zip(places, parts, strict=True)}
     ordered = iter([traded[i] for i in range(len(found))])
     return inputs.map(lambda x: next(ordered))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -38,12 +37,8 @@ def run_forwards_ahead(
             tokens = here if tokens is None else tokens + here
             waiting.append(scale(total))
             if len(waiting) > ahead:
-                _backward(waiting.popleft())
+                waiting.popleft().backward()
         while waiting:
-            _backward(waiting.popleft())
+            waiting.popleft().backward()
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func([model], tokens)
-
-
-def _backward(loss: Tensor) -> None:
-    torch.autograd.backward(loss)

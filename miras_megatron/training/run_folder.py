@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,6 +13,7 @@ from ..config.describe import dump_run
 from ..config.load import load_run
 from ..config.schema import Run, refused_on_resume
 from .checkpoint_folder import find_checkpoint, folder_of, latest_checkpoint, write_atomically
+from .lock import Held, take_lock
 
 TRACES = ("config.yaml", "metrics.jsonl", "checkpoints")
 """What a run leaves in its folder."""
@@ -70,25 +67,14 @@ def claimed_folder(run: Run) -> Iterator[None]:
 
 
 def _lock(file: TextIO, folder: Path) -> None:
-    """Take the advisory lock and write down who holds it."""
-    give_up = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > give_up:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                way_out = "wait for its end, stop it, or choose another folder"
-                raise ValueError(f"run.dir = {folder}: {holder} is running there; {way_out}") from None
-            time.sleep(0.05)
-        except OSError as e:
-            logger.warning("%s can't be locked (%s): start no second run in it", folder, e.strerror or e)
-            return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    """Take the advisory lock, where the file system can."""
+    try:
+        take_lock(file, PATIENCE)
+    except Held as holder:
+        way_out = "wait for its end, stop it, or choose another folder"
+        raise ValueError(f"run.dir = {folder}: {holder} is running there; {way_out}") from None
+    except OSError as e:
+        logger.warning("%s can't be locked (%s): start no second run in it", folder, e.strerror or e)
 
 
 def stored_form(run: Run) -> Run:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .lock import Held, take_lock
 from .manifest import Manifest, describe_file, manifest_path, read_manifest, write_manifest
 from .token_writer import PairWriter, token_dtype
 from .tokenizer import ByteTokenizer, Tokenizer
@@ -92,24 +90,15 @@ def _write_documents(prefix: str, documents: list[str], tokenizer: Tokenizer) ->
 
 @contextmanager
 def _locked(path: Path, timeout: float) -> Iterator[None]:
-    """Hold an advisory lock, which the system drops when its holder dies; the file says who holds it."""
+    """Hold the lock of `path`."""
     with open(path, "a+", encoding="utf-8") as file:
-        give_up = time.monotonic() + timeout
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    file.seek(0)
-                    raise TimeoutError(_waited(path, file.read().strip(), timeout)) from None
-                time.sleep(0.05)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        try:
+            take_lock(file, timeout)
+        except Held as holder:
+            raise TimeoutError(_waited(path, holder, timeout)) from None
         yield
 
 
-def _waited(path: Path, holder: str, timeout: float) -> str:
-    reason = f"waited {timeout:g} s for {holder or 'another process'}, which holds {path}"
+def _waited(path: Path, holder: Held, timeout: float) -> str:
+    reason = f"waited {timeout:g} s for {holder}, which holds {path}"
     return f"data.cache: {reason}; end that process, or name another folder in data.cache"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch.distributed as dist
 
+from miras_megatron.training.main import main
 from miras_megatron.training.token_writer import PairWriter
 
 CONFIG = """\
@@ -44,6 +48,14 @@ def tiny_config(folder: Path, name: str = "run", **changes: Any) -> list[str]:
     config = folder / f"{name}.yaml"
     config.write_text(CONFIG.format(run=folder / name, data=data, cache=folder / "cache"))
     return [str(config), *(f"--{field.replace('__', '.')}={value}" for field, value in changes.items())]
+
+
+def train_here(argv: list[str]) -> int:
+    """One rank's part of a run, as torchrun would start it, on a rank of a test world."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with mock.patch.dict(os.environ, torchrun):
+        return main(argv)
 
 
 def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

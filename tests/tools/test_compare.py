@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
-from helpers.tiny_run import tiny_config
+from helpers.tiny_run import tiny_config, train_here
 from helpers.worlds import run_world
 from miras_tools import compare
 from miras_tools.compare_verdict import LOSS, NORM, PARAMETER, TOLERANCES, Bound, judge
@@ -20,14 +17,6 @@ from miras_megatron.training.main import main as train
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {"training__steps": 3, "data__split": "100,0,0", "logging__gradients_every": 1}
 TINY |= {"checkpoint__every": 0, "optimizer__decay_steps": 3}
-
-
-def train_here(argv: list[str]) -> int:
-    """One rank's part of a run, as torchrun would start it."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with mock.patch.dict(os.environ, torchrun):
-        return train(argv)
 
 
 def write(folder: Path, steps: list[dict[str, Any]], gradients: dict[int, dict[str, float]] | None = None) -> str:

@@ -11,11 +11,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
-from helpers.tiny_run import learned, records, tiny_config
+from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 
 from miras_megatron.training.main import main
@@ -34,14 +32,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "heads": {"parallel__context": 2, "parallel__carry": "heads"},
 }
 RANKS = {"pipeline": 4, "tensor and sequence": 4, "data": 4}
-
-
-def train_here(argv: list[str]) -> int:
-    """One rank's part of a run, as torchrun would start it."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with mock.patch.dict(os.environ, torchrun):
-        return main(argv)
 
 
 def train_on(ranks: int, argv: list[str]) -> None:

@@ -1,11 +1,9 @@
 """Whole runs under the switches that papers' tables, users and accidents turn."""
 
 import os
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
-from helpers.tiny_run import learned, records, tiny_config
+from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 
 from miras_megatron.training import checkpoint
@@ -95,14 +93,6 @@ def _die_at_step_4(argv):
         main(argv)
     finally:
         os._exit(1)
-
-
-def train_here(argv):
-    """One rank's part of a run, as torchrun would start it."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with mock.patch.dict(os.environ, torchrun):
-        return main(argv)
 
 
 def test_two_data_parallel_ranks_resume_bit_for_bit_and_learn_what_one_does(tmp_path):
