@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
-from helpers.tiny_run import learned, records, tiny_config
+from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 
 from miras_megatron.training import loop
@@ -26,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def train_here(argv: list[str]) -> int:
+def train_and_count(argv: list[str]) -> int:
     """One rank's part of a run, as torchrun would start it; the numbers its AdamW keeps."""
     made: list[Any] = []
     make = loop.make_optimizer
@@ -35,10 +33,8 @@ def train_here(argv: list[str]) -> int:
         made.append(make(*args))
         return made[-1]
 
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with mock.patch.dict(os.environ, torchrun), mock.patch.object(loop, "make_optimizer", keep):
-        assert main(argv) == 0
+    with mock.patch.object(loop, "make_optimizer", keep):
+        assert train_here(argv) == 0
     return sum(state["exp_avg"].numel() for state in made[0].optimizer.state.values())
 
 
@@ -48,7 +44,7 @@ def train_on(ranks: int, folder: Path, name: str, **changes: Any) -> list[int]:
     if ranks == 1:
         assert main(argv) == 0
         return []
-    return run_world(ranks, train_here, argv)
+    return run_world(ranks, train_and_count, argv)
 
 
 def check_alike(run: Path, other: Path, rel: float) -> None:
