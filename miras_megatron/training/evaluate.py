@@ -18,7 +18,8 @@ from .batch import Batch
 from .data import Batches, build_batches
 from .job import Job
 from .step import run_microbatches
-from .tokenizer import ByteTokenizer, Tokenizer
+from .token_sizes import count_bytes
+from .tokenizer import Tokenizer
 
 
 def validation_batches(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh) -> Batches:
@@ -65,12 +66,5 @@ def measure(batch: Batch, losses: Tensor, tokenizer: Tokenizer, buckets: int) ->
     place = batch.places().to(losses.device) * buckets // batch.row_tokens
     nats = weighed.new_zeros(buckets).index_add_(0, place, weighed.sum(0)) if buckets else weighed.new_zeros(0)
     tokens = weighed.new_zeros(buckets).index_add_(0, place, counted.sum(0)) if buckets else weighed.new_zeros(0)
-    size = sum(count_bytes(tokenizer, row[kept > 0]) for row, kept in zip(batch.labels, batch.loss_mask, strict=True))
+    size = count_bytes(tokenizer, batch.labels[batch.loss_mask > 0])
     return torch.cat([torch.stack([weighed.sum(), counted.sum(), weighed.new_tensor(float(size))]), nats, tokens])
-
-
-def count_bytes(tokenizer: Tokenizer, ids: Tensor) -> int:
-    """Bytes of UTF-8 text that token ids [n] stand for; a document's end stands for none."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return int((ids < 256).sum())
-    return len(tokenizer.decode(ids.tolist()).encode("utf-8"))

@@ -8,9 +8,10 @@ from helpers.tiny_run import tiny_config
 
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
+from miras_megatron.parallel.cut import Cut
 from miras_megatron.parallel.mesh import ParallelMesh
-from miras_megatron.training.batch import Batch
-from miras_megatron.training.evaluate import count_bytes, evaluate, measure
+from miras_megatron.training.batch import Batch, cut_for_rank
+from miras_megatron.training.evaluate import evaluate, measure
 from miras_megatron.training.loop import build_job, with_vocabulary
 from miras_megatron.training.tokenizer import ByteTokenizer, train_bpe
 
@@ -35,14 +36,21 @@ def test_without_buckets_nothing_is_said_of_positions():
     assert measure(batch, torch.ones(1, 2), ByteTokenizer(), 0).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_bytes_of_a_learned_vocabulary_are_those_of_the_text(tmp_path):
-    """Bits per byte are comparable over tokenizers only if the bytes are the text's, not the tokens'."""
-    text = "the memory keeps what surprises it — même en français"
-    tokenizer = train_bpe(iter([text] * 20), 300, tmp_path / "tokenizer.json")
-    ids = tokenizer.encode(text)
-    assert len(ids) < len(text.encode())
-    assert count_bytes(tokenizer, torch.tensor([*ids, tokenizer.eod])) == len(text.encode())
-    assert count_bytes(ByteTokenizer(), torch.tensor([*text.encode(), 256])) == len(text.encode())
+def test_slices_of_a_row_have_the_bytes_of_the_row(tmp_path):
+    """Else bits per byte change with the number of ranks: cuts through characters, and between masked tokens."""
+    text = "la mémoire garde ce qui la surprend — même en français"
+    tokenizer = train_bpe(iter([text[:10]] * 20), 270, tmp_path / "tokenizer.json")
+    ids = [*tokenizer.encode(text), tokenizer.eod]
+    batch = batch_of([ids], [[float(place % 7 > 0) for place in range(len(ids))]])
+    losses = torch.rand(1, len(ids))
+    whole = measure(batch, losses, tokenizer, 3)
+    assert whole[2] < len(text.encode())
+    for pieces in (2, 3, 6):
+        cut, parts = Cut.even(len(ids), pieces, pieces // 2 + 1), []
+        for rank in range(cut.ranks):
+            own = cut_for_rank(batch, cut, rank)
+            parts.append(measure(own, losses[:, cut.places(rank)], tokenizer, 3))
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
 
 
 def test_an_untrained_model_knows_nothing(tmp_path):
