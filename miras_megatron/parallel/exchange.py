@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .lost import RankLost, with_first_cause
+
 Direction = Literal["right", "left"]
 """Where a packet goes: states to the right, their gradients to the left."""
 
@@ -44,7 +46,7 @@ class Key(NamedTuple):
         return (number * SLOTS + self.slot) * 2 + (direction == "left")
 
 
-class NeighbourLost(RuntimeError):
+class NeighbourLost(RankLost):
     """A neighbour died, or nothing came from it in time."""
 
 
@@ -220,42 +222,6 @@ class _Blame:
             # A neighbour that gave up closes too: whoever it waited for in vain is told first.
             time.sleep(0.5)
         return with_first_cause(own) + f"\n({str(error).splitlines()[0][:200]})"
-
-
-GONE = ("onnection", "imed out", "closed by", "roken pipe", "eset by peer", "NCCL")
-"""What torch's errors say where a rank of a collective died or hung."""
-
-
-def as_loss(error: BaseException, where: str) -> NeighbourLost | None:
-    """What to raise for an `error` of torch's collectives that means another rank is gone; None: it means no such.
-
-    where  this rank, for an error that names none
-    """
-    if isinstance(error, NeighbourLost) or not isinstance(error, RuntimeError):
-        return None
-    said = str(error).splitlines()[0][:200]
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    torchs = trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed")
-    if not torchs or not any(word in said for word in GONE):
-        return None
-    return NeighbourLost(with_first_cause(f"{where} lost another rank in a collective: {said}"))
-
-
-def with_first_cause(own: str) -> str:
-    """`own`, and what the first rank that failed said, where that was another."""
-    first = tell_cause(own)
-    return own + (f"\nfirst cause: {first}" if first != own else "")
-
-
-def tell_cause(own: str) -> str:
-    """Tell all ranks `own` where it is the first cause; returns the first. `own` where nobody can be asked."""
-    try:
-        store: Any = dist.distributed_c10d._get_default_store()
-        return str(store.compare_set("first_cause", "", own).decode())
-    except Exception:
-        return own
 
 
 # -- packets -----------------------------------------------------------------------------------------

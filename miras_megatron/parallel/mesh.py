@@ -17,7 +17,8 @@ import torch.distributed as dist
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.schema import Parallel
 
-from .exchange import Edges, StateRing, as_loss, tell_cause
+from .exchange import Edges, StateRing
+from .lost import RankLost, as_loss, tell_cause, with_first_cause
 from .rendezvous import RankInfo
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -49,8 +50,8 @@ class ParallelMesh:
         timeout   seconds that any wait for another rank may take, here and in every collective
 
         Goes on from a process group that exists already, and then leaves it alive in `destroy`.
-        Raises ValueError where the ranks do not fit `parallel` or the machine, TimeoutError that names
-        the ranks that did not come.
+        Raises ValueError where the ranks do not fit `parallel` or the machine, TimeoutError where the place to meet
+        can't be reached, RankLost that names the ranks that did not come.
         """
         parallel, self.info = parallel or Parallel(), info or RankInfo()
         self._timeout = datetime.timedelta(seconds=timeout)
@@ -63,8 +64,11 @@ class ParallelMesh:
         try:
             _check_sizes(parallel, self.world_size)
             self._build_groups(parallel)
-        except BaseException:
+        except BaseException as error:
+            lost = as_loss(error, f"rank {self.rank}")
             self.destroy()
+            if lost is not None:
+                raise lost from error
             raise
 
     def _build_groups(self, parallel: Parallel) -> None:
@@ -129,19 +133,18 @@ class ParallelMesh:
     def barrier(self, what: str) -> None:
         """Wait until every rank has come here; `what` names the place.
 
-        Raises TimeoutError that names the ranks that did not come. After it the groups are of no more use.
+        Raises RankLost that names the ranks that did not come. After it the groups are of no more use.
         """
         store = STORES.distributed_c10d._get_default_store()
         self._barriers += 1
-        store.set(f"barrier_{self._barriers}_{self.rank}", what)
+        marks = [f"barrier_{self._barriers}_{rank}" for rank in range(self.world_size)]
         try:
+            store.set(marks[self.rank], what)
             dist.barrier(async_op=True).wait(self._timeout)
         except RuntimeError as error:
-            missing = [r for r in range(self.world_size) if not store.check([f"barrier_{self._barriers}_{r}"])]
-            raise TimeoutError(
-                f"rank {self.rank} ({self.coordinates}) waited at: {what}; not there after "
-                f"{self._timeout.total_seconds():.0f} s, or dead: ranks {_shorten(missing) or 'that came and left'}"
-            ) from error
+            patience = self._timeout.total_seconds()
+            own = f"{self.name} waited at: {what}; not there after {patience:.0f} s, or dead: {_unmarked(store, marks)}"
+            raise RankLost(with_first_cause(own)) from error
         if self._barriers > 1:
             # Everybody is past the barrier before this one, so nobody will ask for its mark any more.
             store.delete_key(f"barrier_{self._barriers - 1}_{self.rank}")
@@ -180,7 +183,7 @@ class ParallelMesh:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave. What went wrong is told to the others first: theirs will be the failures of victims.
 
-        Raises NeighbourLost for an error of torch's that means another rank is gone.
+        Raises RankLost for an error of torch's that means another rank is gone.
         """
         try:
             if isinstance(error, Exception) and self.world_size > 1:
@@ -255,11 +258,20 @@ def _wait_for_all(store: Any, info: RankInfo, timeout: datetime.timedelta) -> No
     while missing:
         missing = [rank for rank in missing if not store.check([f"here_{rank}"])]
         if missing and time.monotonic() > deadline:
-            raise TimeoutError(
+            raise RankLost(
                 f"rank {info.rank} waited {timeout.total_seconds():.0f} s at {info.host}:{info.port}; "
                 f"{len(missing)} of {info.world_size} ranks did not come: {_shorten(missing)}"
             )
         time.sleep(0.02 if missing else 0)
+
+
+def _unmarked(store: Any, marks: list[str]) -> str:
+    """The ranks, in words, whose mark isn't in the store; it may have gone with the rank that keeps it."""
+    try:
+        missing = [rank for rank, mark in enumerate(marks) if not store.check([mark])]
+    except RuntimeError:
+        return "whoever keeps the store in which ranks meet (rank 0, or torchrun's agent)"
+    return f"ranks {_shorten(missing) or 'that came and left'}"
 
 
 def _shorten(ranks: list[int]) -> str:

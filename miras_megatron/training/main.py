@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_training(run: Run, source: str) -> int:
     """Train; the number guard's stop is an exit code of its own."""
-    from ..parallel.exchange import NeighbourLost
+    from ..parallel.lost import RankLost
     from .guard import NotANumber
     from .loop import train
 
@@ -63,7 +63,7 @@ def run_training(run: Run, source: str) -> int:
     except NotANumber as stopped:
         print(f"miras-train: not a number: {stopped}", file=sys.stderr, flush=True)
         return 3
-    except NeighbourLost as lost:
+    except RankLost as lost:
         print(f"miras-train: {lost}", file=sys.stderr, flush=True)
         return 4
 

@@ -4,6 +4,7 @@ import datetime
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers.worlds import run_world
 
 from miras_megatron.config.schema import Parallel
 from miras_megatron.parallel import mesh as mesh_module
+from miras_megatron.parallel.lost import RankLost
 from miras_megatron.parallel.mesh import ParallelMesh
 from miras_megatron.parallel.rendezvous import RankInfo
 
@@ -64,7 +66,7 @@ def test_missing_ranks_are_named():
     """On a thousand GPUs "time-out" is no message; which ranks did not come is."""
     store = dist.HashStore()
     store.set("here_2", "")
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0 s at a1:5; 2 of 4 ranks did not come: 1, 3"):
+    with pytest.raises(RankLost, match=r"rank 0 waited 0 s at a1:5; 2 of 4 ranks did not come: 1, 3"):
         mesh_module._wait_for_all(store, RankInfo(world_size=4, host="a1", port=5), datetime.timedelta(seconds=0.1))
     assert mesh_module._shorten(list(range(20))).endswith("15 and 4 more")
 
@@ -99,5 +101,20 @@ def come_late():
 
 def test_who_does_not_come_to_a_barrier_is_named():
     """A run of a thousand ranks that hangs at a checkpoint must say which of them to look at."""
-    with pytest.raises(RuntimeError, match=r"rank 0 \(dp0 .* waited at: saving; not there after 3 s.*ranks 1\n"):
+    with pytest.raises(
+        RuntimeError, match=r"RankLost: rank 0 \(dp0 .* waited at: saving; not there after 3 s.*ranks 1\n"
+    ):
         run_world(2, come_late)
+
+
+def test_a_barrier_ends_as_a_lost_rank_where_the_store_went_with_it(monkeypatch):
+    """Rank 0 may keep the store: when it dies, the others must not end in a traceback of looking for the missing."""
+    gone = mock.Mock()
+    gone.set.side_effect = gone.check.side_effect = gone.compare_set.side_effect = dist.DistNetworkError("Broken pipe")
+    with ParallelMesh(device="cpu", timeout=5) as mesh:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: gone)
+        with pytest.raises(
+            RankLost, match=r"^rank 0 \(dp0 pp0 cp0 tp0\) waited at: saving; .* dead: whoever keeps the"
+        ):
+            mesh.barrier("saving")
+        monkeypatch.undo()

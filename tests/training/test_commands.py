@@ -12,7 +12,9 @@ import pytest
 from helpers.tiny_run import learned, records, tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miras_megatron.parallel.lost import RankLost
 from miras_megatron.training import generate, loop, run_folder
+from miras_megatron.training.guard import NotANumber
 from miras_megatron.training.main import expand_short, main
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "tflops", "mfu", "peak_gib"}
@@ -358,3 +360,15 @@ def test_two_runs_dont_write_into_one_folder(tmp_path, capsys, monkeypatch):
     assert code == 2
     assert f"run.dir = {tmp_path / 'run'}: process {other.pid} on {socket.gethostname()} is running there" in error
     assert main(argv) == 0
+
+
+@pytest.mark.parametrize(("error", "code"), [(RankLost("rank 0 waited at: saving"), 4), (NotANumber("loss is nan"), 3)])
+def test_each_kind_of_end_has_its_exit_code(tmp_path, monkeypatch, capsys, error, code):
+    """Schedulers start a run again whose rank was lost, and never one whose configuration is wrong."""
+
+    def end(*_):
+        raise error
+
+    monkeypatch.setattr(loop, "begin", end)
+    assert main(tiny_config(tmp_path)) == code
+    assert str(error) in capsys.readouterr().err
