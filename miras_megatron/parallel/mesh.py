@@ -75,12 +75,11 @@ class ParallelMesh:
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        minutes = max(1, round(self._timeout.total_seconds() / 60))
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             context_parallel_size=parallel.context,
-            distributed_timeout_minutes=minutes,
+            distributed_timeout_minutes=self._timeout / datetime.timedelta(minutes=1),  # core takes a fraction too
             create_gloo_process_groups=self.device.type == "cuda",
         )
         self.groups: Any = ProcessGroupCollection.use_mpu_process_groups()

@@ -53,6 +53,13 @@ def test_two_ranks_on_each_axis(axis, name):
         assert set(sums.values()) == {10.0**rank}
 
 
+def test_every_group_waits_as_long_as_asked():
+    """core takes minutes: rounded, a rank that hangs would hold the others longer than parallel.timeout says."""
+    with ParallelMesh(device="cpu", timeout=7.5) as mesh:
+        for group in (mesh.groups.tp, mesh.groups.pp, mesh.groups.cp, mesh.groups.dp, mesh.groups.dp_cp):
+            assert group._get_backend(mesh.device).options._timeout == datetime.timedelta(seconds=7.5)
+
+
 def test_sizes_that_do_not_divide_are_named():
     """A user with 1 process and parallel.tensor = 2 learns how many to start, and nothing stays half built."""
     with pytest.raises(
