@@ -28,25 +28,19 @@ class Bounds:
     """tokens of a chunk, or of a segment (MAC), on whose borders pieces are cut"""
     floor: int = 2048
     """tokens below which a piece isn't worth its fixed costs; of the machine, to be measured"""
-    state_bytes: int = 0
-    """saved at a piece border: states and halos of all layers of the stage"""
-    memory: int | None = None
-    """bytes that saved states may take on a rank; None = no limit"""
-    micro_batches_kept: int = 1
-    """micro-batches whose states are kept at once: forwards ahead, or stages, and the running one"""
+    most: int = MOST_PIECES
+    """pieces that are tried at most"""
 
     def __post_init__(self) -> None:
-        for name in ("slice_tokens", "grid", "micro_batches_kept"):
+        for name in ("slice_tokens", "grid", "most"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
 
     def allowed(self) -> Iterator[int]:
-        """Numbers of pieces, rising: equal pieces on the grid, not too short, whose states fit. 1 is always one."""
-        for pieces in range(1, MOST_PIECES + 1):
+        """Numbers of pieces, rising: equal pieces on the grid, not too short. 1 is always one."""
+        for pieces in range(1, self.most + 1):
             tokens, rest = divmod(self.slice_tokens, pieces)
-            kept = pieces * self.state_bytes * self.micro_batches_kept
-            fits = self.memory is None or kept <= self.memory
-            if pieces == 1 or (not rest and tokens % self.grid == 0 and tokens >= self.floor and fits):
+            if pieces == 1 or (not rest and tokens % self.grid == 0 and tokens >= self.floor):
                 yield pieces
 
 
@@ -118,10 +112,7 @@ def _limit(pieces: int, tried: dict[int, float], schedule: Schedule, bounds: Bou
         return "one rank waits for nobody"
     if pieces < max(tried):
         return f"{max(tried)} would bring less than {100 * WORTH:g} points more"
-    saved = f"{bounds.state_bytes} bytes a border" if bounds.memory is not None else "no limit of memory"
-    return (
-        f"more are not allowed ({bounds.slice_tokens} tokens a rank, grid {bounds.grid}, floor {bounds.floor}, {saved})"
-    )
+    return f"more are not allowed ({bounds.slice_tokens} tokens a rank, grid {bounds.grid}, floor {bounds.floor})"
 
 
 def _why_groups(groups: int, alone: Simulated, chosen: Simulated, measured: Mapping[int, float]) -> str:

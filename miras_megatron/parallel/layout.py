@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miras_megatron.config.context import fitting_carries, pieces_of
+from miras_megatron.config.context import MOST_BORDERS, fitting_carries, pieces_of
 from miras_megatron.config.schema import MEMORY_LETTERS, Run
-from miras_megatron.config.sizes import state_bytes
 
-from .choose_pieces import Bounds, choose, most_ranks
+from .choose_pieces import MOST_PIECES, Bounds, choose, most_ranks
 from .simulation import LayerCosts, Schedule
 
 PIECE_TOKENS = 1 << 16
@@ -79,7 +78,8 @@ def _pieces_and_groups(run: Run, carry: str) -> tuple[int, int, str]:
         return 1, 1, "whole slices"
     if carry == "local" and pieces == "auto":
         pieces = _to_fit(run)
-        return pieces, 1, "whole rows" if pieces == 1 else f"{pieces} pieces of at most {PIECE_TOKENS} tokens"
+        each = run.data.sequence_length // pieces
+        return pieces, 1, "whole rows" if pieces == 1 else f"{pieces} pieces of {each} tokens"
     if pieces != "auto":
         return pieces, 1 if groups == "auto" else groups, f"{pieces} pieces a rank as configured"
     grid = run.model.segment if "c" in run.model.letters else run.memory.chunk_size
@@ -87,16 +87,17 @@ def _pieces_and_groups(run: Run, carry: str) -> tuple[int, int, str]:
     tokens = run.data.sequence_length // parallel.context
     if parallel.sequence:
         grid *= parallel.tensor
-    bounds = Bounds(slice_tokens=tokens, grid=grid, state_bytes=state_bytes(run))
+    bounds = Bounds(slice_tokens=tokens, grid=grid, most=min(MOST_PIECES, MOST_BORDERS // parallel.context))
     choice = choose(_costs(run), schedule, bounds)
     return choice.pieces, choice.head_groups if groups == "auto" else groups, choice.reason
 
 
 def _to_fit(run: Run) -> int:
-    """Pieces of one rank alone: the fewest equal ones that stay within PIECE_TOKENS, if any divide the row."""
+    """Pieces of one rank alone: the fewest equal ones that stay within PIECE_TOKENS, or come nearest to it."""
     tokens = run.data.sequence_length
     if set(run.model.letters) & {"a"} or run.data.packing == "ordered" or run.training.recompute:
         return 1
     least = -(-tokens * run.training.micro_batch // PIECE_TOKENS)
     grid = run.parallel.tensor if run.parallel.sequence else 1
-    return next((v for v in range(least, 16 * least + 1) if tokens % (v * grid) == 0), 1)
+    equal = [1, *(v for v in range(2, min(16 * least, MOST_BORDERS) + 1) if tokens % (v * grid) == 0)]
+    return next((v for v in equal if v >= least), equal[-1])

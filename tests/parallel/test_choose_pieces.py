@@ -1,4 +1,4 @@
-"""How many pieces and head groups: as few as do, and never more than the tokens, the grid and the memory allow."""
+"""How many pieces and head groups: as few as do, and never more than the tokens and the grid allow."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def test_a_bound_that_is_reached_is_named():
     for bounds, pieces in (
         (Bounds(slice_tokens=32768, grid=64, floor=16384), 2),
         (Bounds(slice_tokens=32768, grid=8192, floor=1), 4),
-        (Bounds(slice_tokens=32768, grid=64, floor=1, state_bytes=100, memory=250), 2),
-        (Bounds(slice_tokens=32768, grid=64, floor=1, state_bytes=100, memory=250, micro_batches_kept=2), 1),
+        (Bounds(slice_tokens=32768, grid=64, floor=1, most=3), 2),
         (Bounds(slice_tokens=1000, grid=64, floor=1), 1),
     ):
         found = choose_pieces(PLAIN, EIGHT, bounds)
@@ -103,7 +102,7 @@ def test_the_rule_of_thumb_is_the_simulations(costs):
     assert waits(beyond, 4) > 0.6 * waits(beyond, 1)
 
 
-@pytest.mark.parametrize("wrong", ["slice_tokens", "grid", "micro_batches_kept"])
+@pytest.mark.parametrize("wrong", ["slice_tokens", "grid", "most"])
 def test_bounds_that_cannot_be_are_refused_by_name(wrong):
     """Division by nothing helps nobody."""
     with pytest.raises(ValueError, match=wrong):
