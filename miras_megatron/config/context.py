@@ -101,7 +101,7 @@ def context_problems(run: Run) -> Iterator[str]:
 
 
 def pieces_of(run: Run) -> int:
-    """Pieces a rank as given; `auto` counts as 1."""
+    """Pieces a rank as given; `auto` counts as 1, until `parallel.layout` has decided it."""
     return 1 if run.parallel.pieces == "auto" else run.parallel.pieces
 
 

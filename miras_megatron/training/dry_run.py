@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import sizes_of
@@ -13,8 +15,8 @@ def describe_run(run: Run, source: str, world_size: int = 1) -> str:
     """Sizes of `run` on `world_size` ranks. Raises ConfigError with every problem, ValueError for a tokenizer."""
     check_run(run, source, world_size)
     vocabulary = run.model.vocab_size or load_tokenizer(run.data.tokenizer).vocab_size
-    sizes = sizes_of(run, vocabulary, world_size)
     parallel, layout = run.parallel, decide_layout(run)
+    sizes = sizes_of(replace(run, parallel=replace(parallel, pieces=layout.pieces)), vocabulary, world_size)
     operations = sizes.flops_per_token
     rows = {
         "run": f"{run.run.title} ({source}), would lie in {run.run.dir}",

@@ -11,6 +11,7 @@ from helpers.models import small_run
 from miras_megatron.config.context import MOST_BORDERS
 from miras_megatron.config.schema import Run
 from miras_megatron.parallel.layout import decide_layout
+from miras_megatron.training.dry_run import describe_run
 
 
 def long_run(tokens: int, **changes: Any) -> Run:
@@ -24,3 +25,19 @@ def test_auto_takes_no_more_pieces_than_packets_tell_apart(ranks: int, tokens: i
     """Else the longest rows, which need pieces most, end in an assertion after hours of queueing."""
     layout = decide_layout(long_run(tokens, context=ranks, carry="relay" if ranks > 1 else "local"))
     assert ranks < layout.pieces * ranks <= MOST_BORDERS
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_dry_run_counts_the_pieces_that_will_be(context: int) -> None:
+    """Whole slices counted where pieces will be walked promise too much memory for states and logits."""
+    auto = long_run(1 << 19, context=context, vocab_size=4096)
+    layout = decide_layout(auto)
+    assert layout.pieces > 1
+    decided = replace(auto, parallel=replace(auto.parallel, pieces=layout.pieces))
+    whole = replace(auto, parallel=replace(auto.parallel, pieces=1))
+    assert memory_line(auto, context) == memory_line(decided, context) != memory_line(whole, context)
+
+
+def memory_line(run: Run, ranks: int) -> str:
+    """What a dry run says of memory."""
+    return next(line for line in describe_run(run, "run.yaml", ranks).splitlines() if line.startswith("memory"))
