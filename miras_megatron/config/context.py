@@ -81,6 +81,8 @@ def context_problems(run: Run) -> Iterator[str]:
         yield f"parallel.carry = {parallel.carry!r}: {reason}; what fits is {fits}"
     yield from _pieces(run)
     yield from _head_groups(run)
+    if run.parallel.pieces != "auto" or run.parallel.carry in ("scan", "heads"):
+        yield from replay_problems(run, pieces_of(run))
     yield from _tags(run)
     shared = parallel.context > 1 or pieces_of(run) > 1
     if shared and "a" in letters:
@@ -129,6 +131,19 @@ def _pieces(run: Run) -> Iterator[str]:
             f"parallel.replay_every = {parallel.replay_every}: with parallel.context = {parallel.context} what lies "
             f"between two pieces of a rank is on other ranks; set 1"
         )
+
+
+def replay_problems(run: Run, pieces: int) -> Iterator[str]:
+    """Choices about pieces that are computed again, where with so many pieces a rank there is none."""
+    parallel = run.parallel
+    relays = parallel.context > 1 and parallel.carry in ("auto", "relay")
+    if pieces > 1 or (relays and parallel.forwards_ahead not in ("auto", 0)):
+        return
+    reason = f"no effect where a rank has one piece, which keeps its graph (parallel.pieces = {parallel.pieces})"
+    if parallel.keep_states == "host":
+        yield f"parallel.keep_states = 'host': {reason}; set device, or more pieces"
+    if parallel.replay_every > 1 and parallel.context == 1:
+        yield f"parallel.replay_every = {parallel.replay_every}: {reason}; set 1, or more pieces"
 
 
 MOST_BORDERS, MOST_GROUPS, MOST_AHEAD = 1023, 48, 15

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miras_megatron.config.context import MOST_BORDERS, fitting_carries, pieces_of
+from miras_megatron.config.context import MOST_BORDERS, fitting_carries, pieces_of, replay_problems
 from miras_megatron.config.schema import MEMORY_LETTERS, Run
 
 from .choose_pieces import MOST_PIECES, Bounds, choose, most_ranks
@@ -47,6 +48,12 @@ def decide_layout(run: Run) -> ContextLayout:
     ahead = run.parallel.forwards_ahead
     forwards_ahead = 0 if ahead == "auto" else ahead
     return ContextLayout(carry, pieces, groups, forwards_ahead, f"carry {carry}: {why}; {reason}")
+
+
+def layout_warnings(run: Run) -> Iterator[str]:
+    """What `auto` leaves without effect; one line each. What was chosen outright `check_run` refuses."""
+    if run.parallel.pieces == "auto":
+        yield from replay_problems(run, decide_layout(run).pieces)
 
 
 def _costs(run: Run) -> LayerCosts:

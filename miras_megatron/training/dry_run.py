@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import sizes_of
-from ..parallel.layout import decide_layout
+from ..parallel.layout import decide_layout, layout_warnings
 from .tokenizer import load_tokenizer
 
 
@@ -40,7 +40,7 @@ def describe_run(run: Run, source: str, world_size: int = 1) -> str:
         "tokens in all": f"{sizes.tokens_per_step * run.training.steps:,} in {run.training.steps:,} steps",
         "operations": f"{operations:.3g} a token, {operations * sizes.tokens_per_step:.3g} a step",
     }
-    notes = [f"note: {warning}" for warning in find_warnings(run)]
+    notes = [f"note: {warning}" for warning in (*find_warnings(run), *layout_warnings(run))]
     return "\n".join([*(f"{name + ':':<15}{text}" for name, text in rows.items()), *notes])
 
 

@@ -14,6 +14,7 @@ from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import train_flops_per_token
 from ..model.build import block_spec, build_model
+from ..parallel.layout import layout_warnings
 from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
 from ..parallel.together import any_rank, gather_objects
@@ -208,7 +209,7 @@ def open_log(job: Job, progress: Progress) -> Iterator[RunLog]:
 def tell_start(log: RunLog, job: Job, start: Path | None, progress: Progress) -> None:
     """What runs, where, and from where."""
     run, mesh = job.run, job.mesh
-    for warning in find_warnings(run):
+    for warning in (*find_warnings(run), *layout_warnings(run)):
         log.say(f"note: {warning}")
     own = sum(p.numel() for p in job.model.parameters())
     log.say(

@@ -42,6 +42,13 @@ def test_configurations_and_the_mathematics_agree_on_what_is_affine(name: str, g
         ("c", {"context": 2, "head_groups": 2}, "parallel.head_groups = 2: memory as context"),
         ("m", {"context": 2, "head_groups": 3}, "parallel.head_groups = 3: a rank has 2 heads"),
         ("mm", {"pipeline": 2, "forwards_ahead": 1}, "parallel.forwards_ahead = 1: with parallel.pipeline = 2"),
+        (
+            "m",
+            {"pieces": 1, "keep_states": "host"},
+            "parallel.keep_states = 'host': no effect where a rank has one piece",
+        ),
+        ("m", {"pieces": 1, "replay_every": 2}, "parallel.replay_every = 2: no effect where a rank has one piece"),
+        ("m", {"context": 2, "carry": "heads", "keep_states": "host"}, "parallel.keep_states = 'host': no effect"),
         ("m", {"context": 2, "replay_every": 2}, "parallel.replay_every = 2: with parallel.context = 2"),
         (
             "m",
@@ -73,5 +80,8 @@ def test_what_works_is_let_through() -> None:
     assert problems("mcgw", context=2, pieces=2) == []
     assert problems("m", context=2, carry="heads") == []
     assert problems("m", context=2, carry="scan", rule="retnet") == []
+    assert problems("m", context=2, pieces=2, keep_states="host") == []
+    assert problems("m", context=2, pieces=1, forwards_ahead=1, keep_states="host") == []
+    assert problems("m", keep_states="host", replay_every=2) == []  # auto may take pieces, and says where it doesn't
     long = small_run("m", pieces=4, replay_every=2)
     assert list(context_problems(replace(long, data=replace(long.data, sequence_length=64)))) == []

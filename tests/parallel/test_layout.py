@@ -10,7 +10,7 @@ from helpers.models import small_run
 
 from miras_megatron.config.context import MOST_BORDERS
 from miras_megatron.config.schema import Run
-from miras_megatron.parallel.layout import decide_layout
+from miras_megatron.parallel.layout import decide_layout, layout_warnings
 from miras_megatron.training.dry_run import describe_run
 
 
@@ -36,6 +36,16 @@ def test_a_dry_run_counts_the_pieces_that_will_be(context: int) -> None:
     decided = replace(auto, parallel=replace(auto.parallel, pieces=layout.pieces))
     whole = replace(auto, parallel=replace(auto.parallel, pieces=1))
     assert memory_line(auto, context) == memory_line(decided, context) != memory_line(whole, context)
+
+
+def test_what_auto_leaves_without_effect_is_said() -> None:
+    """Whoever asks for states in host memory must not believe that they are there."""
+    short, long = (long_run(tokens, keep_states="host", replay_every=2) for tokens in (256, 1 << 19))
+    assert list(layout_warnings(long)) == []
+    first, second = layout_warnings(short)
+    assert first.startswith("parallel.keep_states = 'host': no effect")
+    assert second.startswith("parallel.replay_every = 2: no effect")
+    assert f"note: {first}" in describe_run(short, "run.yaml").splitlines()
 
 
 def memory_line(run: Run, ranks: int) -> str:
