@@ -46,10 +46,15 @@ def batches_of(tokens: int, border: int, documents: str, one_target: bool, count
     return found
 
 
-def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch]) -> tuple[float, dict[str, Any], Any]:
-    """Sum of losses over all ranks, (gradient, parameter) by the names of the whole model, and the model; float64."""
-    model = build_model(run, mesh).double()
-    model.config.pipeline_dtype = torch.float64
+def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch], exact: bool) -> tuple[float, dict[str, Any]]:
+    """Sum of losses over all ranks, and (gradient, parameter) by the names of the whole model.
+
+    exact  in float64, from the weights as the run's precision has them; else in that precision
+    """
+    model = build_model(run, mesh)
+    if exact:
+        model = model.double()
+        model.config.pipeline_dtype = torch.float64
     relay, sums = model.relay, []
 
     def forward(source: Any, model: Any) -> Any:
@@ -78,19 +83,28 @@ def run_step(run: Run, mesh: ParallelMesh, batches: list[Batch]) -> tuple[float,
     mesh.ring.finish()
     loss = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=mesh.device)
     dist.all_reduce(loss, group=mesh.groups.cp)
-    return float(loss), _gradients(model, run, mesh), model
+    return float(loss), _gradients(model, run, mesh)
 
 
 def _gradients(model: Any, run: Run, mesh: ParallelMesh) -> dict[str, Any]:
     found = {}
     first = mesh.pipeline_rank * run.model.layers // mesh.pipeline
+    ends = run.model.tie_embeddings and mesh.pipeline > 1 and (mesh.is_first_stage or mesh.is_last_stage)
+    tied = model.shared_embedding_or_output_weight() if ends else None
     for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = own.to(torch.float64, copy=True)
         dist.all_reduce(gradient, group=mesh.groups.cp)
+        if parameter is tied:
+            dist.all_reduce(gradient, group=mesh.groups.embd)
         if mesh.tensor > 1 and run.parallel.sequence and getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(gradient, group=mesh.groups.tp)
-        found[_global_name(name, first)] = (gradient.cpu(), parameter)
+        found[TIED if parameter is tied else _global_name(name, first)] = (gradient.cpu(), parameter)
     return found
+
+
+TIED = "embedding.word_embeddings.weight"
+"""What one process calls the weight of which two stages have a copy."""
 
 
 def _global_name(name: str, first: int) -> str:
@@ -108,6 +122,7 @@ class Case:
     documents        a name of DOCUMENTS
     one_target       a single token of each row has a loss
     count            microbatches
+    exact            in float64; else in the precision of `changes`
     """
 
     pattern: str
@@ -117,6 +132,7 @@ class Case:
     documents: str = "one"
     one_target: bool = False
     count: int = 1
+    exact: bool = True
 
     @property
     def ranks(self) -> int:
@@ -142,6 +158,7 @@ def reference(case: Case) -> Reference:
     """One process; kept, since many layouts are compared with it."""
     parts = max(case.layout.get("context", 1), 2)
     key = (case.pattern, json.dumps(case.changes), case.tokens, parts, case.documents, case.one_target, case.count)
+    key += (case.exact,)
     if key not in _REFERENCES:
         _REFERENCES[key] = _alone(case)
     return _REFERENCES[key]
@@ -153,7 +170,7 @@ _REFERENCES: dict[Any, Reference] = {}
 def _alone(case: Case) -> Reference:
     with core_without_cuda(), ParallelMesh(device="cpu") as mesh:
         mesh.seed(5)
-        loss, found, _ = run_step(small_run(case.pattern, **case.changes), mesh, case.batches())
+        loss, found = run_step(small_run(case.pattern, **case.changes), mesh, case.batches(), case.exact)
     return Reference(
         loss,
         {name: gradient for name, (gradient, _) in found.items()},
@@ -162,12 +179,12 @@ def _alone(case: Case) -> Reference:
 
 
 def compare_layout(case: Case, expected: Reference) -> dict[str, float]:
-    """On a rank: the largest difference of the loss and of each gradient from one process, relative to its size."""
+    """On a rank: how far the loss and each gradient are from one process's, relative to its size (`apart`)."""
     run = small_run(case.pattern, **case.changes, **case.layout)
     with core_without_cuda():
         mesh = held_mesh(run.parallel)
         mesh.seed(5)
-        loss, found, _ = run_step(run, mesh, case.batches())
+        loss, found = run_step(run, mesh, case.batches(), case.exact)
     differences = {"loss": abs(loss - expected.loss) / abs(expected.loss) if mesh.is_last_stage else 0.0}
     for name, (gradient, parameter) in found.items():
         dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
@@ -180,11 +197,18 @@ def compare_layout(case: Case, expected: Reference) -> dict[str, float]:
         )
         assert torch.equal(parameter.cpu(), mine(expected.weights[name])), f"{name} starts differently"
         whole = expected.gradients[name]
-        differences[name] = float((gradient - mine(whole)).abs().max() / whole.abs().max().clamp(min=1e-6))
+        differences[name] = apart(gradient, mine(whole), whole, case.exact)
     stages: list[Any] = [set(found)] * mesh.pipeline
     dist.all_gather_object(stages, set(found), group=mesh.groups.pp)
     assert set().union(*stages) == set(expected.gradients), "parameters that no stage has, or one too many"
     return differences
+
+
+def apart(found: Tensor, expected: Tensor, whole: Tensor, exact: bool) -> float:
+    """The largest difference over the largest number of `whole`; else of the norms, where roundings average out."""
+    if exact:
+        return float((found - expected).abs().max() / whole.abs().max().clamp(min=1e-6))
+    return float((found - expected).norm() / whole.norm().clamp(min=1e-6))
 
 
 _HELD: list[tuple[Parallel, ParallelMesh]] = []
