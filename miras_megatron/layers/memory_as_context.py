@@ -174,7 +174,9 @@ class MemoryAsContext(nn.Module):
         inputs, tails = self.core.inputs(written, lane, None)
         reads, memory = self.core.scan(inputs, lane["memory"])
         if self.probe is not None:
-            look_inside(self.core, self.probe, inputs.map(torch.detach), lane["memory"], memory)
+            whole = torch.tensor([i for i, real in enumerate(group.real) if real == group.length])  # pads are no tokens
+            seen = inputs.map(lambda x: x.detach()[whole.to(x.device)])
+            look_inside(self.core, self.probe, seen, lane["memory"].rows(whole), memory.rows(whole))
         reads = torch.zeros_like(reads) if self.zero_memory_reads else reads
         mixed = normed * self.read_norm(reads.to(y.dtype)).sigmoid()
         return mixed.flatten(-2), (tails | {"memory": memory}, opened)

@@ -15,7 +15,7 @@ from .head_norm import HeadNorm
 from .linear import LinearFactory, persistent_rows
 from .memory_core import MemoryCore
 from .probe import Probe, look_at_last_chunk
-from .stream import Scanned, scan_after_persistent, scan_by_spans, scan_stream, takes_spans
+from .stream import scan_after_persistent, scan_by_spans, scan_stream, takes_spans
 
 Tree = dict[str, Any]
 
@@ -65,13 +65,11 @@ def run_memory(
 ) -> tuple[Tensor, Tree]:
     """Reads [B, T, N, D] of a stream and its state; `persistent` rows are written at document starts where given."""
     if persistent is not None:
-        reads, after = scan_after_persistent(core, x, persistent, state, documents, carry)
-        start = state["memory"] if state is not None else core.start(x.shape[0])
-        scanned = Scanned(core.inputs(x, {}, documents)[0], start) if probe is not None else None
+        reads, after, scanned = scan_after_persistent(core, x, persistent, state, documents, carry)
     elif probe is None and takes_spans(core, x, state, documents, carry):
         return scan_by_spans(core, x, state)
     else:
         reads, after, scanned = scan_stream(core, x, state, documents, carry)
-    if probe is not None and scanned is not None and scanned.start is not None:
-        look_at_last_chunk(core, probe, scanned.inputs, scanned.start, documents.starts[0][-1] if documents else 0)
+    if probe is not None and scanned.start is not None:
+        look_at_last_chunk(core, probe, scanned.inputs, scanned.start, scanned.first)
     return reads, after

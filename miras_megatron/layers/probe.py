@@ -1,4 +1,9 @@
-"""The inner loop made visible: surprise, norms, gates, inner loss before and after a write; detached numbers."""
+"""The inner loop made visible: surprise, norms, gates, inner loss before and after a write; detached numbers.
+
+Blocks with a memory alone look at the last chunk of a microbatch's first row (persistent rows are tokens where they are
+written); MAC at the last segments of its longest documents. Where a row is walked in pieces, these are of the last
+piece. Carries that scan heads apart (heads, and the relay with head groups) leave probes empty.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +41,16 @@ def look_inside(core: MemoryCore, probe: Probe, inputs: MemoryInputs, before: Me
 
 @torch.no_grad()
 def look_at_last_chunk(core: MemoryCore, probe: Probe, inputs: MemoryInputs, start: MemoryState, first: int) -> None:
-    """`look_inside` for the last chunk of row 0, whose last document begins at token `first`, from `start`.
+    """`look_inside` for the last chunk of row 0, whose last document begins at token `first` (0: goes on from `start`).
 
-    The row is walked once more, which costs 1/B of a forward pass.
+    The row is walked once more, which costs 1/B of a forward pass. Where these tokens begin inside the last chunk,
+    `before` is the state in the middle of it, and what was written of it before is not looked at.
     """
     row = inputs.map(lambda x: x[:1].detach())
     tokens, chunk = inputs.q.shape[1], core.spec.chunk_size
     state = start.detach().rows(torch.tensor([0])) if first == 0 else core.start(1)
-    cut = first + (tokens - first - 1) // chunk * chunk
+    phase = int(state.phase[0])
+    cut = max(first, first - phase + (tokens - first + phase - 1) // chunk * chunk)
     if cut > first:
         _, state = core.scan(row.tokens(first, cut), state)
     part = row.tokens(cut, tokens)

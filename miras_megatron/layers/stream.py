@@ -24,10 +24,15 @@ Tree = dict[str, Any]
 
 @dataclass
 class Scanned:
-    """What a scan read and started from; `start` is None where a carry scanned heads apart."""
+    """What a scan read and started from.
+
+    start  None where a carry scanned heads apart
+    first  the token at which row 0's last document begins; 0: it goes on from `start`
+    """
 
     inputs: MemoryInputs
     start: MemoryState | None
+    first: int
 
 
 def scan_stream(
@@ -39,7 +44,11 @@ def scan_stream(
     start = before["memory"] if "memory" in before else core.start(x.shape[0])
     scan = HeadScan(core)
     reads, memory = carry.run(scan, inputs, start, documents, core.heads)
-    return reads.to(x.dtype), tails | {"memory": memory}, Scanned(inputs, scan.started)
+    return (
+        reads.to(x.dtype),
+        tails | {"memory": memory},
+        Scanned(inputs, scan.started, documents.starts[0][-1] if documents else 0),
+    )
 
 
 def takes_spans(
@@ -75,37 +84,46 @@ def scan_after_persistent(
     state: Tree | None,
     documents: Documents | None,
     carry: StateCarry = LOCAL,
-) -> tuple[Tensor, Tree]:
+) -> tuple[Tensor, Tree, Scanned]:
     """As `scan_stream`, with `persistent` [P, d] written at every document start (token 0 too without `state`).
 
     Rows move against each other, so what is carried is the whole state.
     """
     begins = [state is None] * x.shape[0] if carry.before is None else [tokens == 0 for tokens in carry.before]
 
-    def scan(x: Tensor, state: Tree, documents: Documents | None, heads: slice) -> tuple[Tensor, Tree]:
-        return _scan_with_rows(core, x, persistent, state, documents, begins)
+    seen: list[Scanned] = []
 
-    return carry.run(scan, x, state if state is not None else core.blank(x.shape[0]), documents)
+    def scan(x: Tensor, state: Tree, documents: Documents | None, heads: slice) -> tuple[Tensor, Tree]:
+        reads, after, scanned = _scan_with_rows(core, x, persistent, state, documents, begins)
+        seen.append(scanned)
+        return reads, after
+
+    reads, after = carry.run(scan, x, state if state is not None else core.blank(x.shape[0]), documents)
+    return reads, after, seen[-1]
 
 
 def _scan_with_rows(
     core: MemoryCore, x: Tensor, persistent: Tensor, state: Tree, documents: Documents | None, begins: list[bool]
-) -> tuple[Tensor, Tree]:
-    """`begins` says of each row whether it starts a document at token 0; its state is blank then."""
+) -> tuple[Tensor, Tree, Scanned]:
+    """`begins` says of each row whether it starts a document at token 0; its state is blank then.
+
+    What was scanned is that of rows with as many new documents as row 0, which is their first.
+    """
     starts = documents.starts if documents is not None else ((0,),) * x.shape[0]
     groups: dict[int, list[int]] = defaultdict(list)
     points = [[s for s in row if s > 0 or new] for row, new in zip(starts, begins, strict=True)]
     for row, at in enumerate(points):
         groups[len(at)].append(row)
-    reads, states, order = [], [], []
+    reads, states, order, seen = [], [], [], []
     for rows in groups.values():
         stream, cuts, kept = _insert(x[rows], persistent, [points[r] for r in rows], [starts[r] for r in rows])
-        read, after, _ = scan_stream(core, stream, select_rows(state, rows), cuts)
+        read, after, scanned = scan_stream(core, stream, select_rows(state, rows), cuts)
         reads.append(read.gather(1, kept[..., None, None].expand(-1, -1, *read.shape[2:])))
         states.append(after)
+        seen += [scanned] if rows[0] == 0 else []
         order += rows
     back = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(reads)[back], select_rows(join_trees(states), back)
+    return torch.cat(reads)[back], select_rows(join_trees(states), back), seen[0]
 
 
 def _insert(

@@ -216,7 +216,8 @@ def run_microbatches_again(job: Job, batches: list[Batch]) -> None:
 
 
 def _gather_probes(job: Job, here: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Means over the ranks that hold a layer: heads of TP ranks and rows of data-parallel ranks."""
+    """Means over the ranks that hold a layer and the end of a row: heads of TP ranks, rows of data-parallel ranks."""
+    here = here if job.mesh.context_rank == job.mesh.context - 1 else {}
     collected: dict[str, dict[str, list[float]]] = {}
     for part in gather_objects(job.mesh, here):
         for layer, values in part.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,34 @@ def test_probe_shows_the_inner_loop_and_changes_nothing(name: str) -> None:
     assert 0 < block.probe["inner_loss_after"] < block.probe["inner_loss_before"]
     assert 0.9 < block.probe["keep"] < 1.0
     assert 0.05 < block.probe["momentum"] < 0.2
+
+
+def probe_of(block: torch.nn.Module, x: torch.Tensor, **more: Any) -> dict[str, float]:
+    """What the block's probe shows of one pass."""
+    block.probe = {}
+    with torch.no_grad():
+        block(x, **more)
+    shown, block.probe = block.probe, None
+    return shown
+
+
+@pytest.mark.parametrize("name", MEMORY_CASES)
+def test_probe_shows_the_same_of_a_stream_that_is_cut(name: str) -> None:
+    """Else the figures jump with the number of pieces; the second part begins inside a chunk and a segment."""
+    block, x = named_block(name), hidden_states(2, 30)
+    with torch.no_grad():
+        _, state = block(x[:, :21], return_state=True)
+    shown = probe_of(block, x[:, 21:], state=state)
+    assert shown == pytest.approx(probe_of(block, x), rel=1e-10)
+
+
+@pytest.mark.parametrize("name", MEMORY_CASES)
+def test_probe_shows_a_document_not_its_neighbours_or_pads(name: str) -> None:
+    """Memories alone show the first row's last document, MAC the longest: its last segment is padded in row 0."""
+    block, x = named_block(name), hidden_states(2, 30)
+    shown = probe_of(block, x, cu_seqlens=[torch.tensor([0, 13, 30]), torch.tensor([0, 10, 30])])
+    alone = x[1:, 10:] if name.startswith("mac") else x[:1, 13:]
+    assert shown == pytest.approx(probe_of(block, alone), rel=1e-10)
 
 
 def test_only_projections_are_decayed() -> None:
