@@ -78,7 +78,9 @@ def make_case(
     def unit() -> Tensor:
         return torch.nn.functional.normalize(normal(*shape), dim=-1).requires_grad_()
 
-    inputs = MemoryInputs(unit(), unit(), normal(*shape).requires_grad_())
+    # where nothing else weighs a write, values that are small are the small rate
+    size = stable_rate(rule, chunk_size, head_dim) if rule.write_rate == "one" else 1.0
+    inputs = MemoryInputs(unit(), unit(), (size * normal(*shape)).requires_grad_())
     for name in rule.gates:
         setattr(inputs, name, _random_gate(rule, name, shape, chunk_size, name in channel, per_layer, random, dtype))
     state = rule.init_state(params, batch)

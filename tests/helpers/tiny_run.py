@@ -46,7 +46,10 @@ def tiny_config(folder: Path, name: str = "run", **changes: Any) -> list[str]:
     if not data.with_suffix(".bin").exists():
         write_documents(data)
     config = folder / f"{name}.yaml"
-    config.write_text(CONFIG.format(run=folder / name, data=data, cache=folder / "cache"))
+    # in one go: a rank of a test world writes it too, while another may be reading
+    draft = folder / f"{name}.{os.getpid()}.draft"
+    draft.write_text(CONFIG.format(run=folder / name, data=data, cache=folder / "cache"))
+    draft.replace(config)
     return [str(config), *(f"--{field.replace('__', '.')}={value}" for field, value in changes.items())]
 
 
