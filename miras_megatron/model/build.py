@@ -49,8 +49,8 @@ def build_model(run: Run, mesh: ParallelMesh, vocab_size: int | None = None) -> 
         post_process=mesh.is_last_stage,
     )
     layout = decide_layout(run)
-    if layout.pieces > 1 and mesh.device.type == "cpu":
-        give_back_large_blocks()
+    if run.training.compact_heap and not (mesh.device.type == "cpu" and give_back_large_blocks()):
+        logger.warning("training.compact_heap = true: no effect, it is for a CPU and the C library glibc")
     if layout.shares:
         model.relay = Relay(
             mesh.ring,
