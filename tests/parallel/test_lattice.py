@@ -98,8 +98,8 @@ def _all_cases() -> Iterator[dict[str, Any]]:
 CASES = covering()
 MANY_RANKS = (
     ("hybrid", {"context": 6, "pieces": 2}),
-    ("lmm", {"context": 8}),
-    ("mac", {"tensor": 2, "context": 4, "sequence": True}),
+    pytest.param("lmm", {"context": 8}, marks=pytest.mark.full),
+    pytest.param("mac", {"tensor": 2, "context": 4, "sequence": True}, marks=pytest.mark.full),
     ("mag", {"tensor": 2, "pipeline": 2, "context": 2, "pieces": 2, "head_groups": 2}),
 )
 
