@@ -82,7 +82,7 @@ def context_problems(run: Run) -> Iterator[str]:
     yield from _pieces(run)
     yield from _head_groups(run)
     if run.parallel.pieces != "auto" or run.parallel.carry in ("scan", "heads"):
-        yield from replay_problems(run, pieces_of(run))
+        yield from without_effect(run, pieces_of(run))
     yield from _tags(run)
     shared = parallel.context > 1 or pieces_of(run) > 1
     if shared and "a" in letters:
@@ -133,8 +133,14 @@ def _pieces(run: Run) -> Iterator[str]:
         )
 
 
-def replay_problems(run: Run, pieces: int) -> Iterator[str]:
-    """Choices about pieces that are computed again, where with so many pieces a rank there is none."""
+def without_effect(run: Run, pieces: int) -> Iterator[str]:
+    """Choices about pieces that nothing comes of where a rank has so many; one line each."""
+    yield from _no_replay(run, pieces)
+    yield from _no_relay(run, pieces)
+
+
+def _no_replay(run: Run, pieces: int) -> Iterator[str]:
+    """Choices about pieces that are computed again, where there is none."""
     parallel = run.parallel
     relays = parallel.context > 1 and parallel.carry in ("auto", "relay")
     if pieces > 1 or (relays and parallel.forwards_ahead not in ("auto", 0)):
@@ -144,6 +150,18 @@ def replay_problems(run: Run, pieces: int) -> Iterator[str]:
         yield f"parallel.keep_states = 'host': {reason}; set device, or more pieces"
     if parallel.replay_every > 1 and parallel.context == 1:
         yield f"parallel.replay_every = {parallel.replay_every}: {reason}; set 1, or more pieces"
+
+
+def _no_relay(run: Run, pieces: int) -> Iterator[str]:
+    """Groups of heads, where one rank walks whole rows and no relay is asked for."""
+    parallel, groups = run.parallel, run.parallel.head_groups
+    relays = parallel.context > 1 or pieces > 1 or parallel.carry not in ("auto", "local")
+    if relays or groups in ("auto", 1) or "c" in run.model.letters:
+        return
+    yield (
+        f"parallel.head_groups = {groups}: no effect where one rank has whole rows in one piece, which sends nothing "
+        f"(parallel.context = 1, parallel.pieces = {parallel.pieces}); set 1 or auto, or more pieces"
+    )
 
 
 MOST_BORDERS, MOST_GROUPS, MOST_AHEAD = 1023, 48, 15

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miras_megatron.config.context import MOST_BORDERS, fitting_carries, pieces_of, replay_problems
+from miras_megatron.config.context import MOST_BORDERS, fitting_carries, pieces_of, without_effect
 from miras_megatron.config.schema import MEMORY_LETTERS, Run
 
 from .choose_pieces import MOST_PIECES, Bounds, choose, most_ranks
@@ -53,7 +53,7 @@ def decide_layout(run: Run) -> ContextLayout:
 def layout_warnings(run: Run) -> Iterator[str]:
     """What `auto` leaves without effect; one line each. What was chosen outright `check_run` refuses."""
     if run.parallel.pieces == "auto":
-        yield from replay_problems(run, decide_layout(run).pieces)
+        yield from without_effect(run, decide_layout(run).pieces)
 
 
 def _costs(run: Run) -> LayerCosts:
@@ -86,7 +86,8 @@ def _pieces_and_groups(run: Run, carry: str) -> tuple[int, int, str]:
     if carry == "local" and pieces == "auto":
         pieces = _to_fit(run)
         each = run.data.sequence_length // pieces
-        return pieces, 1, "whole rows" if pieces == 1 else f"{pieces} pieces of {each} tokens"
+        groups = 1 if groups == "auto" or pieces == 1 else groups
+        return pieces, groups, "whole rows" if pieces == 1 else f"{pieces} pieces of {each} tokens"
     if pieces != "auto":
         return pieces, 1 if groups == "auto" else groups, f"{pieces} pieces a rank as configured"
     grid = run.model.segment if "c" in run.model.letters else run.memory.chunk_size

@@ -48,6 +48,7 @@ def test_configurations_and_the_mathematics_agree_on_what_is_affine(name: str, g
             "parallel.keep_states = 'host': no effect where a rank has one piece",
         ),
         ("m", {"pieces": 1, "replay_every": 2}, "parallel.replay_every = 2: no effect where a rank has one piece"),
+        ("m", {"pieces": 1, "head_groups": 2}, "parallel.head_groups = 2: no effect where one rank has whole rows"),
         ("m", {"context": 2, "carry": "heads", "keep_states": "host"}, "parallel.keep_states = 'host': no effect"),
         ("m", {"context": 2, "replay_every": 2}, "parallel.replay_every = 2: with parallel.context = 2"),
         (
@@ -66,6 +67,12 @@ def test_all_bad_choices_come_together() -> None:
     """Nobody mends a layout one queue time after the other."""
     found = problems("c", context=3, carry="heads", head_groups=2, pieces=2, recompute=True)
     assert len(found) >= 4, found
+    found = problems("m", pieces=1, keep_states="host", replay_every=2, head_groups=2)
+    assert [problem.split(" = ")[0] for problem in found] == [
+        "parallel.keep_states",
+        "parallel.replay_every",
+        "parallel.head_groups",
+    ]
 
 
 def test_a_refused_carry_names_those_that_fit() -> None:
@@ -82,6 +89,9 @@ def test_what_works_is_let_through() -> None:
     assert problems("m", context=2, carry="scan", rule="retnet") == []
     assert problems("m", context=2, pieces=2, keep_states="host") == []
     assert problems("m", context=2, pieces=1, forwards_ahead=1, keep_states="host") == []
-    assert problems("m", keep_states="host", replay_every=2) == []  # auto may take pieces, and says where it doesn't
+    assert problems("m", pieces=2, head_groups=2) == []
+    assert problems("m", context=2, pieces=1, head_groups=2) == []
+    # auto may take pieces, and says where it doesn't
+    assert problems("m", keep_states="host", replay_every=2, head_groups=2) == []
     long = small_run("m", pieces=4, replay_every=2)
     assert list(context_problems(replace(long, data=replace(long.data, sequence_length=64)))) == []

@@ -39,13 +39,22 @@ def test_a_dry_run_counts_the_pieces_that_will_be(context: int) -> None:
 
 
 def test_what_auto_leaves_without_effect_is_said() -> None:
-    """Whoever asks for states in host memory must not believe that they are there."""
-    short, long = (long_run(tokens, keep_states="host", replay_every=2) for tokens in (256, 1 << 19))
+    """Whoever asks for states in host memory, or for groups of heads, must not believe that they are there."""
+    short, long = (long_run(tokens, keep_states="host", replay_every=2, head_groups=2) for tokens in (256, 1 << 19))
     assert list(layout_warnings(long)) == []
-    first, second = layout_warnings(short)
+    first, second, third = layout_warnings(short)
     assert first.startswith("parallel.keep_states = 'host': no effect")
     assert second.startswith("parallel.replay_every = 2: no effect")
+    assert third.startswith("parallel.head_groups = 2: no effect")
     assert f"note: {first}" in describe_run(short, "run.yaml").splitlines()
+
+
+@pytest.mark.parametrize("pieces", ["auto", 8])
+def test_one_rank_takes_the_head_groups_it_was_given(pieces: int | str) -> None:
+    """Else a choice that pieces give an effect is dropped silently where `auto` decided the pieces."""
+    layout = decide_layout(long_run(1 << 19, head_groups=2, pieces=pieces))
+    assert layout.pieces > 1 and layout.head_groups == 2
+    assert decide_layout(long_run(256, head_groups=2)).head_groups == 1
 
 
 def memory_line(run: Run, ranks: int) -> str:
