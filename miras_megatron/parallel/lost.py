@@ -11,7 +11,7 @@ class RankLost(RuntimeError):
     """Another rank died, hangs, or did not come in time; the message says who waited for whom, and where."""
 
 
-GONE = ("onnection", "imed out", "closed by", "roken pipe", "eset by peer", "NCCL")
+GONE = ("onnection", "imed out", "imeout", "closed by", "roken pipe", "eset by peer", "NCCL")
 """What torch's errors say where a rank of a collective died or hung."""
 
 WAITING = ("torch.distributed", "megatron.core.")

@@ -50,22 +50,22 @@ class ParallelMesh:
         timeout   seconds that any wait for another rank may take, here and in every collective
 
         Goes on from a process group that exists already, and then leaves it alive in `destroy`.
-        Raises ValueError where the ranks do not fit `parallel` or the machine, TimeoutError where the place to meet
-        can't be reached, RankLost that names the ranks that did not come.
+        Raises ValueError where the ranks do not fit `parallel` or the machine, or rank 0 can't open the place to meet;
+        RankLost that names who was waited for there: its keeper, or the ranks that did not come.
         """
         parallel, self.info = parallel or Parallel(), info or RankInfo()
         self._timeout = datetime.timedelta(seconds=timeout)
         self.device = _pick_device(device, self.info)
         self._owns_world = not dist.is_initialized()
-        if self._owns_world:
-            _start_world(self.info, self.device, self._timeout)
-        self.rank, self.world_size, self._barriers = dist.get_rank(), dist.get_world_size(), 0
         self._older_groups = _known_groups()
         try:
+            if self._owns_world:
+                _start_world(self.info, self.device, self._timeout)
+            self.rank, self.world_size, self._barriers = dist.get_rank(), dist.get_world_size(), 0
             _check_sizes(parallel, self.world_size)
             self._build_groups(parallel)
         except BaseException as error:
-            lost = as_loss(error, f"rank {self.rank}")
+            lost = as_loss(error, f"rank {dist.get_rank() if dist.is_initialized() else self.info.rank}")
             self.destroy()
             if lost is not None:
                 raise lost from error
@@ -239,29 +239,44 @@ def _meet(info: RankInfo, timeout: datetime.timedelta) -> Any:
     serves = info.rank == 0 and not info.agent_keeps_store
     try:
         tcp = STORES.TCPStore(info.host, info.port, is_master=serves, timeout=timeout, wait_for_workers=False)
-    except (RuntimeError, dist.DistNetworkError) as error:
-        who = "serve" if serves else "reach"
-        raise TimeoutError(
-            f"rank {info.rank} could not {who} the meeting place {info.host}:{info.port} ({info.launcher}) "
-            f"within {timeout.total_seconds():.0f} s: is rank 0 running, and is the port free and open?"
+    except RuntimeError as error:
+        place = f"the meeting place {info.host}:{info.port} ({info.launcher})"
+        if serves:
+            said = (str(error).splitlines() or [""])[0][:200]
+            raise ValueError(f"rank 0 could not open {place}: {said}; free that port, or set MASTER_PORT") from error
+        raise RankLost(
+            f"rank {info.rank} could not reach {place} within {timeout.total_seconds():.0f} s: it waited for "
+            f"{_keeper(info)}, which keeps it; is it running, and is the port open?"
         ) from error
     store = STORES.PrefixStore(f"miras/attempt_{info.attempt}", tcp)
-    store.set(f"here_{info.rank}", "")
     _wait_for_all(store, info, timeout)
     return store
 
 
+def _keeper(info: RankInfo) -> str:
+    return "torchrun's agent" if info.agent_keeps_store else "rank 0"
+
+
 def _wait_for_all(store: Any, info: RankInfo, timeout: datetime.timedelta) -> None:
+    """Say that this rank is here, and wait until all have said so."""
     deadline = time.monotonic() + timeout.total_seconds()
     missing = [rank for rank in range(info.world_size) if rank != info.rank]
-    while missing:
-        missing = [rank for rank in missing if not store.check([f"here_{rank}"])]
-        if missing and time.monotonic() > deadline:
-            raise RankLost(
-                f"rank {info.rank} waited {timeout.total_seconds():.0f} s at {info.host}:{info.port}; "
-                f"{len(missing)} of {info.world_size} ranks did not come: {_shorten(missing)}"
-            )
-        time.sleep(0.02 if missing else 0)
+    try:
+        store.set(f"here_{info.rank}", "")
+        while missing := [rank for rank in missing if not store.check([f"here_{rank}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+    except RuntimeError as error:
+        raise RankLost(
+            f"rank {info.rank} waited at {info.host}:{info.port}, and {_keeper(info)}, which keeps that meeting place, "
+            f"left; not there till then: ranks {_shorten(missing)}"
+        ) from error
+    if missing:
+        raise RankLost(
+            f"rank {info.rank} waited {timeout.total_seconds():.0f} s at {info.host}:{info.port}; "
+            f"{len(missing)} of {info.world_size} ranks did not come: {_shorten(missing)}"
+        )
 
 
 def _unmarked(store: Any, marks: list[str]) -> str:

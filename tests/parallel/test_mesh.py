@@ -4,6 +4,7 @@ import datetime
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
 from unittest import mock
 
 import pytest
@@ -78,11 +79,49 @@ def test_missing_ranks_are_named():
     assert mesh_module._shorten(list(range(20))).endswith("15 and 4 more")
 
 
-def test_a_meeting_place_nobody_keeps_is_named():
-    """The other ranks then say whom they waited for."""
-    info = RankInfo(rank=1, world_size=2, host="127.0.0.1", port=9, launcher="slurm")
-    with pytest.raises(TimeoutError, match=r"rank 1 could not reach the meeting place 127\.0\.0\.1:9 \(slurm\)"):
+@pytest.mark.parametrize(("launcher", "keeper"), [("slurm", "rank 0"), ("torchrun", "torchrun's agent")])
+def test_a_meeting_place_nobody_keeps_is_named(launcher, keeper):
+    """A rank whose first one never came has lost a rank: who, and where it waited, not "something to mend"."""
+    info = RankInfo(rank=1, world_size=2, port=9, launcher=launcher, agent_keeps_store=launcher == "torchrun")
+    place = rf"rank 1 could not reach the meeting place 127\.0\.0\.1:9 \({launcher}\) within 1 s"
+    with pytest.raises(RankLost, match=f"^{place}: it waited for {keeper}, which keeps it"):
         ParallelMesh(info=info, device="cpu", timeout=1.0)
+    assert not dist.is_initialized()
+
+
+def test_a_keeper_that_leaves_the_meeting_is_a_lost_rank():
+    """Rank 0 gives up first, and its store goes with it: the others must not end in a traceback about a socket."""
+    gone = mock.Mock()
+    gone.check.side_effect = [True, False, dist.DistNetworkError("Connection reset by peer")]
+    info = RankInfo(rank=1, world_size=3, host="a1", port=5)
+    with pytest.raises(
+        RankLost, match=r"^rank 1 waited at a1:5, and rank 0, which .* left; not there till then: ranks 2$"
+    ):
+        mesh_module._wait_for_all(gone, info, datetime.timedelta(seconds=60))
+
+
+def test_a_port_that_is_taken_is_something_to_mend():
+    """Whoever restarts runs that lost a rank would restart this one for ever."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        info = RankInfo(world_size=2, port=other.getsockname()[1], launcher="slurm")
+        with pytest.raises(ValueError, match=rf"^rank 0 could not open .*:{info.port} \(slurm\): .*set MASTER_PORT$"):
+            ParallelMesh(info=info, device="cpu", timeout=1.0)
+
+
+def test_a_collective_that_fails_while_the_world_starts_is_a_lost_rank(monkeypatch):
+    """A rank may die between the meeting and the first group: its neighbours then see a broken connection."""
+
+    def connect(*_, **__):
+        raise RuntimeError("Gloo connectFullMesh failed with: Connection closed by peer")
+
+    torchs = FunctionType(
+        connect.__code__, {"__name__": "torch.distributed.distributed_c10d", "RuntimeError": RuntimeError}
+    )
+    monkeypatch.setattr(mesh_module.dist, "init_process_group", torchs)
+    with pytest.raises(RankLost, match="^rank 0 lost another rank in a collective: Gloo"):
+        ParallelMesh(device="cpu")
 
 
 def test_ranks_meet_at_the_first_ones_store():

@@ -372,3 +372,19 @@ def test_each_kind_of_end_has_its_exit_code(tmp_path, monkeypatch, capsys, error
     monkeypatch.setattr(loop, "begin", end)
     assert main(tiny_config(tmp_path)) == code
     assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_is_a_lost_rank(tmp_path, monkeypatch, capsys, rank):
+    """A scheduler starts a run again whose machine did not come up; code 2 leaves it lying, with nothing to mend."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(tiny_config(tmp_path, parallel__timeout=1)) == 4
+    who = "it waited for rank 0" if rank else "1 of 2 ranks did not come: 1"
+    error = capsys.readouterr().err
+    assert error.startswith(f"miras-train: rank {rank} ") and who in error and "Traceback" not in error
+    assert not (tmp_path / "run").exists()
