@@ -1,7 +1,8 @@
 """Processes that build a run once and take one of its steps whenever they are asked: what miras-bench times.
 
 A group is one job of as many gloo ranks as it is given cores, one thread and, where the system allows, one core each.
-Several groups may live at once, so that rounds can alternate between them without starting anything anew.
+Several groups may live at once, so that rounds can alternate between them without starting anything anew. None of them
+outlives the process that started it, whatever ended that: an orphan would take the cores from the next measurement.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -67,27 +69,33 @@ class Ranks:
             found.append(answer)
         return found
 
-    def close(self) -> None:
-        """End all ranks."""
+    def close(self, patience: float = 5.0) -> None:
+        """End all ranks; one that works has `patience` seconds to come to the end of its step."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(5.0)
+            process.join(patience)
             process.kill()
             process.join()
 
 
 @contextmanager
 def started(runs: Sequence[tuple[Run, Sequence[int | None]]]) -> Iterator[list[Ranks]]:
-    """Groups that live at once, each (run, cores of its ranks), one started after the other."""
+    """Groups that live at once, each (run, cores of its ranks), one started after the other.
+
+    After a failure, or Ctrl-C, nobody waits for the end of a step.
+    """
     groups: list[Ranks] = []
     try:
         for run, cores in runs:
             groups.append(Ranks(run, cores))
         yield groups
-    finally:
+    except BaseException:
         for group in groups:
-            group.close()
+            group.close(patience=0.0)
+        raise
+    for group in groups:
+        group.close()
 
 
 def usable_cores(count: int) -> list[int | None]:
@@ -107,6 +115,7 @@ def _free_port() -> int:
 # -- a rank's side ------------------------------------------------------------------------------------
 def _serve(pipe: Connection, run: Run, rank: int, size: int, port: int, core: int | None) -> None:
     """A rank's life: build, then answer until the pipe closes. torch is imported on the core it will use."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, {core})
     sys.stdout = sys.stderr
@@ -121,6 +130,14 @@ def _serve(pipe: Connection, run: Run, rank: int, size: int, port: int, core: in
                 pipe.send((True, TASKS[task](job, **options)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """End this process in the middle of whatever it does, once the one that started it is gone, killed even."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is started by multiprocessing"
+    parent.join()
+    os._exit(1)
 
 
 @contextmanager
