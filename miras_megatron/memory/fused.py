@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .features import polynomial_features
+from .fused_lanes import LaneScan, kernel_for
 from .fused_plan import TILE, Plan, Tile, plan_tiles
 from .fused_walk import FusedScan
 from .rules import Rule, gate_of_layer
@@ -122,10 +123,19 @@ def _by_groups(plan: Plan, tokens: list[Tensor], norm: list[Tensor], matrices: l
             batch = len(tokens[0][b : b + rows])
             affine = [x[h : h + heads].repeat(batch, 1)[:, None] for x in norm]
             mine = [x[cut[0], :, cut[1]] for x in tokens]
-            reads, *after = FusedScan.apply(plan, *mine, *affine, *own)
+            reads, *after = _scan(plan, [*mine, *affine, *own])
             parts.append([reads, *(x.unflatten(0, (batch, -1)) for x in after)])
         columns.append([_join(one, 0) for one in zip(*parts, strict=True)])
     return [_join(one, 1 + (i == 0)) for i, one in enumerate(zip(*columns, strict=True))]
+
+
+def _scan(plan: Plan, flat: list[Tensor]) -> tuple[Tensor, ...]:
+    kernel = kernel_for(plan, flat[0])
+    if kernel is None:
+        found: tuple[Tensor, ...] = FusedScan.apply(plan, *flat)
+        return found
+    found = LaneScan.apply(plan, kernel, *(x if x.stride(-1) == 1 or x.ndim < 4 else x.contiguous() for x in flat))
+    return found
 
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:

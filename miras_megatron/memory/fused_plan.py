@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .fused_tile import Affine
@@ -102,6 +103,18 @@ class Arguments:
 
     def matrices(self) -> tuple[Any, ...]:
         return (*self.weights, *self.momenta, *self.anchor)
+
+    def blank_states(self, plan: Plan) -> list[Tensor]:
+        """Room for W, S and the open chunk's anchor after the last token."""
+        anchors = self.anchor if plan.leaves_anchor else []
+        return [torch.empty_like(x) for x in (*self.weights, *self.momenta, *anchors)]
+
+    def blank_gradients(self, plan: Plan) -> Arguments:
+        """Room for the tokens' gradients and zeros for all that is summed; matrices None."""
+        wanted = self.tokens_and_norm()
+        blank = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted[:3]]
+        blank += [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted[3:]]
+        return Arguments.unpack(plan, [*blank, *[None] * len(self.matrices())])
 
     def affine(self) -> Affine | None:
         return None if self.norm_weight is None else Affine(self.norm_weight, self.norm_bias)

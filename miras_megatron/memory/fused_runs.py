@@ -6,7 +6,7 @@ Nothing here depends on the state, so it is computed for all tiles of a span at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,15 +37,20 @@ class Run:
 def span_runs(plan: Plan, arguments: Arguments, span: Sequence[Tile]) -> list[Run]:
     """The runs of a span, in order."""
     runs = []
-    for size, group in itertools.groupby(span, key=lambda tile: tile.stop - tile.start):
-        tiles = list(group)
-        cut = slice(tiles[0].start, tiles[-1].stop)
+    for size, tiles, cut in tile_lengths(span):
         scalars = _run_scalars(arguments, cut, size)
         by_matrix = [one.tiles() for one in scalars]
         tokens = _run_tokens(plan, arguments, cut, size)
         steps = [Step(tile, tokens[j], [one[j] for one in by_matrix]) for j, tile in enumerate(tiles)]
         runs.append(Run(scalars, steps, cut))
     return runs
+
+
+def tile_lengths(span: Sequence[Tile]) -> Iterator[tuple[int, list[Tile], slice]]:
+    """Neighbouring tiles of one length: (length, tiles, their tokens)."""
+    for size, group in itertools.groupby(span, key=lambda tile: tile.stop - tile.start):
+        tiles = list(group)
+        yield size, tiles, slice(tiles[0].start, tiles[-1].stop)
 
 
 def _fold(x: Tensor | None, cut: slice, size: int) -> Tensor | None:

@@ -55,7 +55,7 @@ class FusedScan(torch.autograd.Function):
         ctx.save_for_backward(*flat)
         reads = torch.empty_like(arguments.value, memory_format=torch.contiguous_format)
         if plan.replays:
-            return (reads, *blank_states(plan, arguments))
+            return (reads, *arguments.blank_states(plan))
         state, affine = State.first(arguments), arguments.affine()
         kept = [stack.new_empty(len(plan.spans) - 1, *stack.shape) for stack in state.stacks]
         scratch, turns = Workspace(reads), (Workspace(reads), Workspace(reads))
@@ -84,12 +84,6 @@ class FusedScan(torch.autograd.Function):
         return (None, *backward.result().pack())
 
 
-def blank_states(plan: Plan, arguments: Arguments) -> list[Tensor]:
-    """Room for W, S and the open chunk's anchor after the last token."""
-    anchors = arguments.anchor if plan.leaves_anchor else []
-    return [torch.empty_like(x) for x in (*arguments.weights, *arguments.momenta, *anchors)]
-
-
 class _Backward:
     """The reverse walk: gradients of the running state go from tile to tile, all others are gathered."""
 
@@ -106,12 +100,10 @@ class _Backward:
         last = grads[-depth:] if plan.leaves_anchor else [None] * depth
         danchor = [known(g, x) for g, x in zip(last, arguments.weights, strict=True)]
         self.danchor = [x.clone() for x in danchor] if plan.leaves_anchor else danchor
-        wanted = arguments.tokens_and_norm()
-        blank = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted[:3]]
-        blank += [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted[3:]]
-        self.gathered = Arguments.unpack(plan, [*blank, *[None] * len(arguments.matrices())])
+        self.gathered = arguments.blank_gradients(plan)
         self.spare = [torch.empty_like(stack) for stack in self.dstacks]
-        self.scratch, self.slots = Workspace(blank[0]), [Workspace(blank[0]) for _ in max(plan.spans, key=len)]
+        like = arguments.key
+        self.scratch, self.slots = Workspace(like), [Workspace(like) for _ in max(plan.spans, key=len)]
 
     def span(self, span: Sequence[Tile], state: State) -> None:
         """Recompute the span's states and inner gradients, then take its tiles in reverse."""

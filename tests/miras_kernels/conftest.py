@@ -12,6 +12,7 @@ import torch
 def _nan_filled_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, _filled(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _filled(torch.Tensor.new_empty))
 
 
 def _filled(make: Any) -> Any:

@@ -1,0 +1,143 @@
+"""cpu_scan.c compiled on the machine that runs it, once, and kept in the user's cache.
+
+A C compiler and the BLAS inside PyTorch are all it takes. Nothing else is loaded: a library is named by the digest of
+its source, its compiler and the CPU, and taken only from a folder that nobody else can write to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cpu_scan import CpuScan
+
+SOURCE = Path(__file__).with_name("cpu_scan.c")
+FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+# without -fno-tree-pre GCC 12 doesn't vectorise the activations
+TUNED = (("-march=native", "-fno-tree-pre"), ("-mcpu=native",), ())
+TYPES = {torch.float32: ("-DREAL=float", "-DSINGLE"), torch.float64: ("-DREAL=double",)}
+PRODUCTS = {torch.float32: ("sgemm_", ctypes.c_float), torch.float64: ("dgemm_", ctypes.c_double)}
+PATIENCE = 120.0
+"""seconds for one call of the compiler"""
+
+
+class NoKernel(Exception):
+    """Why this machine can't have the kernel, in words."""
+
+
+@functools.cache
+def load_cpu_scan() -> CpuScan:
+    """The kernel, compiled if need be (seconds). Raises NoKernel."""
+    libraries, products = {}, {}
+    for dtype, defines in TYPES.items():
+        products[dtype] = _product(dtype)
+        libraries[dtype] = _library(defines)
+    return CpuScan(libraries, products)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: MIRAS_KERNEL_CACHE, else miras_kernels in the user's cache."""
+    named = os.environ.get("MIRAS_KERNEL_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(base) / "miras_kernels"
+
+
+def _library(defines: tuple[str, ...]) -> ctypes.CDLL:
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    if compiler is None:
+        raise NoKernel("no C compiler found (cc, gcc or clang)")
+    folder = _own_folder()
+    target = folder / f"cpu_scan-{_digest(compiler, defines)}.so"
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError:
+            target.unlink(missing_ok=True)
+    _compile(compiler, defines, target)
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise NoKernel(f"{target} can't be loaded: {error}") from error
+
+
+def _own_folder() -> Path:
+    """The cache's folder, made if need be. Raises NoKernel where others may write to it."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError) as error:
+        raise NoKernel(f"{folder} can't be made: {error}; set MIRAS_KERNEL_CACHE to a folder of your own") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NoKernel(f"{folder} belongs to others or others may write to it; set MIRAS_KERNEL_CACHE to another")
+    return folder
+
+
+def _digest(compiler: str, defines: tuple[str, ...]) -> str:
+    """Names one source, compiler, set of flags and CPU: nodes that share a home may differ in their CPU."""
+    version = _run([compiler, "--version"]).stdout
+    parts = (SOURCE.read_text(encoding="utf-8"), version, repr((FLAGS, TUNED, defines)), platform.machine(), _cpu())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _cpu() -> str:
+    """The CPU's features, as Linux tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+
+
+def _compile(compiler: str, defines: tuple[str, ...], target: Path) -> None:
+    """Into a file of its own, renamed when whole: ranks may compile side by side, and any may be killed."""
+    error = ""
+    for tuned in TUNED:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            done = _run([compiler, *FLAGS, *tuned, *defines, str(SOURCE), "-o", str(made), "-lm"])
+            if done.returncode == 0:
+                made.replace(target)
+                return
+            error = error or done.stderr.strip()
+    raise NoKernel(f"{compiler} failed: {error[:2000]}")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoKernel(f"{command[0]}: {error}") from error
+
+
+def _product(dtype: torch.dtype) -> int:
+    """The address of BLAS's matrix product inside PyTorch, tried on a small one."""
+    name, number = PRODUCTS[dtype]
+    folder = Path(torch.__file__).with_name("lib")
+    for path in sorted(folder.glob("libtorch_cpu.*")):
+        found = getattr(ctypes.CDLL(str(path)), name, None)
+        if found is not None and _multiplies(found, number):
+            address = ctypes.cast(found, ctypes.c_void_p).value
+            assert address is not None
+            return address
+    raise NoKernel(f"this PyTorch has no {name}")
+
+
+def _multiplies(product: Any, number: Any) -> bool:
+    """Whether [[1, 2], [3, 4]] times itself is right."""
+    given, out, one, zero = (number * 4)(1, 3, 2, 4), (number * 4)(), number(1), number(0)
+    by, no, two = ctypes.byref, ctypes.c_char(b"N"), ctypes.byref(ctypes.c_int64(2))
+    product.restype = None
+    product(by(no), by(no), two, two, two, by(one), given, two, given, two, by(zero), out, two)
+    return list(out) == [7.0, 15.0, 10.0, 22.0]

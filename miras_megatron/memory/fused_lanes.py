@@ -1,0 +1,208 @@
+"""The walk of the hand-written scan by a compiled kernel, lane by lane; a lane is one row's one head.
+
+What `fused_walk` does with torch's operations on all lanes of a group at once, a kernel does on one after another: its
+state stays in the cache. What is kept between spans is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .fused_plan import Arguments, Plan, Tile
+from .fused_runs import tile_lengths
+from .gate_products import LEAST, LOG_FLOOR
+
+Gates = tuple[Tensor | None, Tensor | None, Tensor]
+
+
+@dataclass
+class LaneRun:
+    """Neighbouring tiles of `size` tokens for n = B x N lanes: what a kernel's calls need beside the state.
+
+    key, query [B, J size, N, F] and value [B, J size, N, D], stride 1 in the last dim; gates per matrix (log_keep,
+    momentum, lr) [B, J size, N]; norm (weight, bias) [n, 1, D] or empty; dot: the objective is the dot product, else
+    l2; folds: reads add q, and the target is v - k unless `dot`; floor, least: of products
+    of gates (`gate_products`)
+    """
+
+    size: int
+    opens: list[bool]
+    ends: list[bool]
+    cut: slice
+    key: Tensor
+    query: Tensor
+    value: Tensor
+    gates: list[Gates]
+    norm: list[Tensor]
+    dot: bool
+    folds: bool
+    floor: float
+    least: float
+
+
+@dataclass
+class LaneGrads:
+    """Where a kernel's backward writes: tokens' and gates' as LaneRun's; adds to norm's [n, 1, D]."""
+
+    dreads: Tensor
+    key: Tensor
+    query: Tensor
+    value: Tensor
+    gates: list[Gates]
+    norm: list[Tensor]
+
+
+class LaneKernel(Protocol):
+    """Walks the tiles of a run, stacks per matrix [n, r, out, in] and anchor [n, out, in] in place.
+
+    Where it walks one lane, anchor is that lane's alone, [1, out, in].
+    """
+
+    def takes(self, objective: str, depth: int, like: Tensor) -> bool:
+        """Whether it computes this objective on tensors such as `like`, now."""
+
+    def forward(self, run: LaneRun, stacks: list[Tensor], anchor: list[Tensor], reads: Tensor) -> None:
+        """Writes reads [B, J size, N, D] of all lanes."""
+
+    def room(self, run: LaneRun, stacks: list[Tensor]) -> Tensor:
+        """Where `again` keeps one lane of this run."""
+
+    def again(
+        self, run: LaneRun, lane: int, stacks: list[Tensor], anchor: list[Tensor], kept: Tensor, goes_on: bool
+    ) -> None:
+        """One lane without reading: keeps what `backward` needs; unless it goes_on, nobody wants the state after it."""
+
+    def backward(
+        self,
+        run: LaneRun,
+        lane: int,
+        kept: Tensor,
+        anchor: list[Tensor],
+        grads: LaneGrads,
+        dstacks: list[Tensor],
+        danchor: list[Tensor],
+    ) -> None:
+        """One lane in reverse; dstacks from those after the run to those at its start, danchor gathers."""
+
+
+KERNELS: dict[str, LaneKernel] = {}
+"""device type -> its kernel; the scans of a device without one are torch's operations"""
+
+
+def kernel_for(plan: Plan, like: Tensor) -> LaneKernel | None:
+    """The kernel that walks this plan on tensors such as `like`, if there is one."""
+    kernel, rule = KERNELS.get(like.device.type), plan.rule
+    objective = "l2" if rule.objective == "lp" and rule.p == 2.0 else rule.objective
+    return kernel if kernel is not None and kernel.takes(objective, plan.depth, like) else None
+
+
+class LaneScan(torch.autograd.Function):
+    """(plan, kernel, flat arguments) -> reads [B, T, N, D], W and S after the last token, the open chunk's anchor."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, kernel: LaneKernel, *flat: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.kernel, arguments = plan, kernel, Arguments.unpack(plan, flat)
+        ctx.save_for_backward(*flat)
+        reads = torch.empty_like(arguments.value, memory_format=torch.contiguous_format)
+        ctx.kept = []
+        if plan.replays:
+            return (reads, *arguments.blank_states(plan))
+        stacks, anchor = first_stacks(arguments), [x.clone() for x in arguments.anchor]
+        ctx.kept = [stack.new_empty(len(plan.spans) - 1, *stack.shape) for stack in stacks]
+        for j, span in enumerate(plan.spans):
+            for block, stack in zip(ctx.kept, stacks if j else [], strict=bool(j)):
+                block[j - 1] = stack
+            for run in lane_runs(plan, arguments, span):
+                kernel.forward(run, stacks, anchor, reads[:, run.cut])
+        rows = [stack[:, r].clone() for r in range(1 + bool(arguments.momenta)) for stack in stacks]
+        return (reads, *rows, *(anchor if plan.leaves_anchor else []))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        plan, arguments = ctx.plan, Arguments.unpack(ctx.plan, ctx.saved_tensors)
+        walk = _Backward(plan, ctx.kernel, arguments, grads)
+        for j in range(len(plan.spans) - 1, 0, -1):
+            walk.span(plan.spans[j], [block[j - 1] for block in ctx.kept])
+        walk.span(plan.spans[0], first_stacks(arguments))
+        return (None, None, *walk.result().pack())
+
+
+def first_stacks(arguments: Arguments) -> list[Tensor]:
+    """Per matrix the state that the arguments give, [W; S] as [n, r, out, in]."""
+    rows = zip(arguments.weights, arguments.momenta, strict=True) if arguments.momenta else zip(arguments.weights)
+    return [torch.stack(one, 1) for one in rows]
+
+
+def lane_runs(plan: Plan, arguments: Arguments, span: Sequence[Tile]) -> list[LaneRun]:
+    """The runs of a span, in order."""
+    runs, rule = [], plan.rule
+    for size, tiles, cut in tile_lengths(span):
+        opens, ends = ([getattr(tile, name) for tile in tiles] for name in ("opens", "ends"))
+        key, query, value = (x[:, cut] for x in (arguments.key, arguments.query, arguments.value))
+        gates = _cut_gates(arguments, cut)
+        norm = [x for x in (arguments.norm_weight, arguments.norm_bias) if x is not None]
+        dot = rule.objective == "dot"
+        limits = LOG_FLOOR[key.dtype], LEAST[key.dtype]
+        runs.append(LaneRun(size, opens, ends, cut, key, query, value, gates, norm, dot, plan.folds_residual, *limits))
+    return runs
+
+
+def _cut_gates(arguments: Arguments, cut: slice) -> list[Gates]:
+    gates = arguments.gates
+    return [
+        (keep if keep is None else keep[:, cut], m if m is None else m[:, cut], lr[:, cut]) for keep, m, lr in gates
+    ]
+
+
+class _Backward:
+    """The reverse walk: gradients of the running state go from span to span, all others are gathered."""
+
+    def __init__(self, plan: Plan, kernel: LaneKernel, arguments: Arguments, grads: Sequence[Any]) -> None:
+        self.plan, self.kernel, self.arguments = plan, kernel, arguments
+        depth, own = plan.depth, [*arguments.weights, *arguments.momenta]
+        rows = [_known(g, x) for g, x in zip(grads[1 : 1 + len(own)], own, strict=True)]
+        self.dstacks = [torch.stack(rows[i::depth], 1) for i in range(depth)]
+        last = grads[-depth:] if plan.leaves_anchor else [None] * depth
+        self.danchor = [_known(g, x).clone() for g, x in zip(last, arguments.weights, strict=True)]
+        dreads = grads[0]
+        self.dreads = dreads if dreads.stride(-1) == 1 else dreads.contiguous()
+        self.gathered = arguments.blank_gradients(plan)
+
+    def span(self, span: Sequence[Tile], stacks: list[Tensor]) -> None:
+        """Lane by lane, recompute the span's states and inner gradients, then take its runs in reverse."""
+        runs = lane_runs(self.plan, self.arguments, span)
+        grads = [self._grads(run) for run in runs]
+        rooms = [self.kernel.room(run, stacks) for run in runs]
+        stacks = stacks if len(runs) == 1 else [x.clone() for x in stacks]
+        for lane in range(len(stacks[0])):
+            known: list[list[Tensor]] = []
+            anchor = [x[lane : lane + 1] for x in self.arguments.anchor]
+            for run, kept in zip(runs, rooms, strict=True):
+                known.append(anchor)
+                anchor = anchor if all(run.ends) else [x.clone() for x in anchor]
+                self.kernel.again(run, lane, stacks, anchor, kept, run is not runs[-1])
+            for run, kept, found in zip(reversed(runs), reversed(rooms), reversed(grads), strict=True):
+                self.kernel.backward(run, lane, kept, known.pop(), found, self.dstacks, self.danchor)
+
+    def _grads(self, run: LaneRun) -> LaneGrads:
+        to = self.gathered
+        dreads, key, query, value = (x[:, run.cut] for x in (self.dreads, to.key, to.query, to.value))
+        norm = [x for x in (to.norm_weight, to.norm_bias) if x is not None]
+        return LaneGrads(dreads, key, query, value, _cut_gates(to, run.cut), norm)
+
+    def result(self) -> Arguments:
+        """All gradients, in the arguments' order."""
+        rows = [stack.unbind(1) for stack in self.dstacks]
+        self.gathered.weights = [row[0] for row in rows]
+        self.gathered.momenta = [row[1] for row in rows] if self.arguments.momenta else []
+        self.gathered.anchor = self.danchor
+        return self.gathered
+
+
+def _known(grad: Any, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad

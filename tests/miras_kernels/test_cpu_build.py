@@ -1,0 +1,77 @@
+"""If these fail, a machine without a compiler can't train, or loads a library that somebody else put there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from miras_kernels import cpu_build
+from miras_kernels.cpu_build import NoKernel, load_cpu_scan
+
+from miras_megatron.layers.backends import use_cpu_kernel
+from miras_megatron.memory.fused_lanes import KERNELS
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, and no kernel from before."""
+    monkeypatch.setattr(cpu_build, "load_cpu_scan", load_cpu_scan.__wrapped__)
+    monkeypatch.setenv("MIRAS_KERNEL_CACHE", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def test_a_second_process_takes_what_the_first_compiled(folder: Path) -> None:
+    """Ranks and restarts must not compile again, and nothing half-written may lie about."""
+    cpu_build.load_cpu_scan()
+    first = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(first) == 2 and all(name.endswith(".so") for name in first)
+    script = "from miras_kernels.cpu_build import load_cpu_scan; load_cpu_scan()"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == first
+
+
+def test_without_a_compiler_runs_go_on_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster's compute node may have none: it trains all the same, and says why it is slower."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert use_cpu_kernel() == "torch's operations (no C compiler found (cc, gcc or clang))"
+    assert "cpu" not in KERNELS
+
+
+def test_a_compiler_that_fails_is_quoted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or a broken compiler: its own words, and no file that a later start would take for the kernel."""
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'no space left' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.raises(NoKernel, match="no space left"):
+        cpu_build.load_cpu_scan()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
+    """Whoever can write there could have their code run by us."""
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(NoKernel, match=f"{folder}.*set MIRAS_KERNEL_CACHE"):
+        cpu_build.load_cpu_scan()
+
+
+def test_a_file_that_is_no_library_is_compiled_anew(folder: Path) -> None:
+    """A cache copied badly from another machine must not end the run."""
+    cpu_build.load_cpu_scan()
+    for path in folder.iterdir():
+        path.unlink()
+        path.write_bytes(b"not a library")
+    done = subprocess.run(
+        [sys.executable, "-c", "from miras_kernels.cpu_build import load_cpu_scan; load_cpu_scan()"], timeout=120
+    )
+    assert done.returncode == 0
+    assert all(path.stat().st_size > 10_000 for path in folder.iterdir())
+
+
+def test_the_kernel_is_off_when_not_wanted() -> None:
+    """training.cpu_kernel: false is how one tells the kernel's share from another fault."""
+    assert use_cpu_kernel() == "the compiled kernel" and "cpu" in KERNELS
+    assert use_cpu_kernel(False) == "torch's operations" and "cpu" not in KERNELS
