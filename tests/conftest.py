@@ -12,6 +12,8 @@ import pytest
 import torch
 from helpers.worlds import drop_old_groups
 
+from miras_megatron.memory.fused_lanes import KERNELS
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -21,9 +23,10 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_old_groups() -> Iterator[None]:
+def _nothing_left_over() -> Iterator[None]:
     yield
     drop_old_groups()
+    KERNELS.clear()
 
 
 @pytest.fixture(autouse=True)

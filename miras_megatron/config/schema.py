@@ -303,6 +303,9 @@ class Training:
     """a loss or gradient that is no number: stop and name layer and quantity, or skip the step and say so"""
     recompute: bool = False
     """each layer is computed again in the backward pass: less memory, a third more work"""
+    cpu_kernel: bool = True
+    """on a CPU with a C compiler, memories are walked by a kernel that is compiled at the first start: up to twice as
+    fast; false, or no compiler: torch's operations"""
     compact_heap: bool = False
     """on a CPU with glibc, tensors of a MiB or more go back to the system when freed: memory of long rows in pieces
     stays level and is a quarter less, a step takes a fifth to two fifths longer"""
@@ -443,6 +446,7 @@ CHANGEABLE_ON_RESUME = (
     "training.micro_batch",
     "training.on_nan",
     "training.recompute",
+    "training.cpu_kernel",
     "training.compact_heap",
     "optimizer.lr",
     "optimizer.min_lr",

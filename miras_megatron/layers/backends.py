@@ -1,4 +1,7 @@
-"""Which function walks a memory: the reference in plain torch, or a fused one with the same signature."""
+"""Which function walks a memory: the reference in plain torch, or a fused one with the same signature.
+
+Beneath the reference, its hand-written scan has a kernel for CPUs, compiled where a run first asks for it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..memory import MemoryState, Rule, scan_memory
+from ..memory.fused_lanes import KERNELS
 
 Scan = Callable[..., tuple[Tensor, MemoryState]]
 """scan(rule, params, inputs, state, *, chunk_size, cu_seqlens, checkpoint_every) -> (reads, state)"""
@@ -27,3 +31,21 @@ def pick_scan(rule: Rule, prefer: str = "reference", device: torch.device | str 
     if torch.device(device).type == "cpu":
         return scan_memory
     return BACKENDS.get((rule.name, prefer), scan_memory)
+
+
+def use_cpu_kernel(wanted: bool = True) -> str:
+    """Give this process's hand-written scans on CPUs the compiled kernel, or none; returns what they use, in words.
+
+    Where there is no compiler they go on with torch's operations, which compute the same.
+    """
+    # here, since exports ship this file without the kernels
+    from miras_kernels.cpu_build import NoKernel, load_cpu_scan
+
+    KERNELS.pop("cpu", None)
+    if not wanted:
+        return "torch's operations"
+    try:
+        KERNELS["cpu"] = load_cpu_scan()
+    except NoKernel as reason:
+        return f"torch's operations ({reason})"
+    return "the compiled kernel"

@@ -12,7 +12,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from miras_megatron.compat.apex import describe
-from miras_megatron.compat.heap import give_back_large_blocks
 from miras_megatron.config.schema import Run
 from miras_megatron.config.stability import inner_lr_max
 from miras_megatron.layers import BlockSpec
@@ -49,8 +48,6 @@ def build_model(run: Run, mesh: ParallelMesh, vocab_size: int | None = None) -> 
         post_process=mesh.is_last_stage,
     )
     layout = decide_layout(run)
-    if run.training.compact_heap and not (mesh.device.type == "cpu" and give_back_large_blocks()):
-        logger.warning("training.compact_heap = true: no effect, it is for a CPU and the C library glibc")
     if layout.shares:
         model.relay = Relay(
             mesh.ring,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..compat.cpu import core_without_cuda
 from ..config.schema import Parallel
+from ..layers.backends import use_cpu_kernel
 from ..model.build import build_model
 from ..parallel.mesh import ParallelMesh
 from .checkpoint import load_weights, saved_run
@@ -72,6 +73,7 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
     tokenizer = load_tokenizer(run.data.tokenizer)
     with core_without_cuda(), ParallelMesh(run.parallel) as mesh:
         mesh.seed(run.training.seed)
+        use_cpu_kernel(run.training.cpu_kernel)
         model = build_model(run, mesh)
         load_weights(Job(run, mesh, tokenizer, model, model.config), folder)
         yield OpenedModel(model.eval(), tokenizer, _name(folder))

@@ -27,6 +27,7 @@ from .job import Job
 from .metrics import RunLog, StepReport, board_class, device_peak_tflops
 from .needles import plant_needles
 from .optimizer import make_optimizer, wrap_model
+from .process import settle_process
 from .profile import profile_window
 from .run_folder import claimed_folder, find_start
 from .step import train_step
@@ -131,6 +132,7 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data, plant=plant)
     validation = validation_batches(run, tokenizer, mesh) if validates(run) else None
     mesh.seed(run.training.seed)
+    settle_process(run, mesh)
     model = build_model(run, mesh)
     trained = wrap_model(model, model.config, distributed=run.optimizer.distributed)
     optimizer = make_optimizer(run, trained, model.config)

@@ -151,6 +151,8 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str],
     import torch
     import torch.distributed as dist
 
+    from miras_megatron.memory.fused_lanes import KERNELS
+
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
     if backend == "nccl":
@@ -167,6 +169,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str],
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         drop_old_groups()
+        KERNELS.clear()
     dist.destroy_process_group()
 
 

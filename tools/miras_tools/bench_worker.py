@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, rms_norm, silu
 
+from miras_megatron.layers.backends import use_cpu_kernel
 from miras_megatron.layers.head_norm import unit
 from miras_megatron.layers.spans import walk_spans
 from miras_megatron.memory import MemoryInputs, MemoryState, make_rule, replay_scan, scan_memory
@@ -32,6 +33,7 @@ def main(argument: str) -> dict[str, Any]:
     """{"job": "check" | "measure", "threads": n, "case": {...}}."""
     job = json.loads(argument)
     torch.set_num_threads(job["threads"])
+    use_cpu_kernel()
     return {"largest_error": check()} if job["job"] == "check" else measure(Case(**job["case"]))
 
 
