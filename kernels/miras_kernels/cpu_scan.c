@@ -9,6 +9,10 @@ are read and written there. All else is contiguous. */
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __SSE__
+#include <immintrin.h>
+#endif
+
 #define PRAGMA(x) _Pragma(#x)
 #define EACH PRAGMA(omp simd)
 #define SUM(...) PRAGMA(omp simd reduction(+ : __VA_ARGS__))
@@ -51,6 +55,27 @@ typedef struct {
     REAL *dnorm_weight, *dnorm_bias;
     REAL *dstacks[DEEPEST], *danchor[DEEPEST];
 } Lane;
+
+/* Subnormal numbers slow every product that meets them tenfold, and in memories of three or four matrices gradients
+become so small: while a run is walked they are 0. Returns what `unflush` sets back. */
+static unsigned flush_subnormals(void)
+{
+#ifdef __SSE__
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    return before;
+#else
+    return 0;
+#endif
+}
+static void unflush(unsigned before)
+{
+#ifdef __SSE__
+    _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
 
 /* ---- activations ------------------------------------------------------------------------------------------------ */
 
@@ -623,6 +648,7 @@ static REAL *const *open_chunk(const Lane *lane, size j, REAL *const *stacks)
 /* Walks the tiles: state and anchor in place, reads written out. */
 void scan_forward(const Lane *lane)
 {
+    unsigned before = flush_subnormals();
     Tile tile;
     lay_scratch(lane, &tile, lay_kept(lane, &tile, lane->scratch, 0));
     for (size j = 0; j < lane->tiles; j++) {
@@ -634,6 +660,7 @@ void scan_forward(const Lane *lane)
         read_out(lane, &tile, query, tile_rows(lane->reads, j, lane->c));
         update_forward(lane, &tile, lane->stacks, lane->stacks, key);
     }
+    unflush(before);
 }
 
 /* Lays out tile j among what is kept, and its scratch. */
@@ -646,6 +673,7 @@ static void lay_tile(const Lane *lane, Tile *tile, size j)
 /* Walks the tiles without reading, and keeps what their backward needs: state and anchor in place. */
 void scan_again(const Lane *lane)
 {
+    unsigned before = flush_subnormals();
     Tile tile, next;
     lay_tile(lane, &tile, 0);
     for (size i = 0; i < lane->depth; i++)
@@ -660,6 +688,7 @@ void scan_again(const Lane *lane)
             update_forward(lane, &tile, tile.stacks, last ? lane->stacks : next.stacks, key);
         if (!last) tile = next;
     }
+    unflush(before);
 }
 
 /* ---- a tile, backward -------------------------------------------------------------------------------------------- */
@@ -821,6 +850,7 @@ static void anchor_of(const Lane *lane, size j, REAL **anchor)
 /* Takes the tiles in reverse, from what scan_again kept; anchor: the first W of the chunk that the run starts in. */
 void scan_backward(const Lane *lane)
 {
+    unsigned before = flush_subnormals();
     REAL *anchor[DEEPEST];
     Tile tile;
     size c = lane->c;
@@ -840,4 +870,5 @@ void scan_backward(const Lane *lane)
         gates_backward(lane, &tile, j);
         if (lane->opens[j] && !lane->ends[j]) join_anchor(lane);
     }
+    unflush(before);
 }
