@@ -18,7 +18,7 @@ SHARED = {"optimizer__distributed": "true"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (2, {}),
     "context": (2, {"parallel__context": 2}),
-    "bf16": (2, {"training__precision": "bf16"}),
+    "bf16": (2, {"training__precision": "bf16", "optimizer__clip": 0.0}),
     "data and tensor": (4, {"parallel__tensor": 2}),
     "data and pipeline": (4, {"parallel__pipeline": 2}),
 }
@@ -59,7 +59,8 @@ def check_alike(run: Path, other: Path, rel: float) -> None:
 def test_shared_moments_learn_what_whole_ones_do(tmp_path: Path, name: str) -> None:
     """Half the memory on two ranks, and nothing else: losses, norms, each parameter's, and what lies on the disk.
 
-    Squares of gradients are added in another order; bf16 weights come from the same float32 masters.
+    Squares of gradients are added in another order, so clipping differs in the last bit; bf16 weights, which come from
+    the same float32 masters, may round the other way after it, so they are compared without clipping.
     """
     ranks, layout = LAYOUTS[name]
     changes = layout | {"training__steps": 4, "training__micro_batch": 1, "logging__gradients_every": 2}
