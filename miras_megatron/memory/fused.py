@@ -134,8 +134,13 @@ def _scan(plan: Plan, flat: list[Tensor]) -> tuple[Tensor, ...]:
     if kernel is None:
         found: tuple[Tensor, ...] = FusedScan.apply(plan, *flat)
         return found
-    found = LaneScan.apply(plan, kernel, *(x if x.stride(-1) == 1 or x.ndim < 4 else x.contiguous() for x in flat))
+    found = LaneScan.apply(plan, kernel, *(x if x.ndim < 4 or _has_rows(x) else x.contiguous() for x in flat))
     return found
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether x [B, T, N, D] can be read as a matrix of tokens by BLAS: rows dense and apart."""
+    return x.stride(-1) == 1 and (x.shape[1] == 1 or x.stride(1) >= x.shape[-1])
 
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -173,6 +173,17 @@ def test_views_are_read_where_they_lie(kernel: list[str]) -> None:
     assert_close("gradient", torch.autograd.grad((got * weight).sum(), wide)[0], torch.stack(grads, -2), 1e-12)
 
 
+def test_one_query_for_all_tokens_is_read_as_many(kernel: list[str]) -> None:
+    """An expanded tensor's rows are one row, which BLAS refuses; its gradient is the sum over tokens."""
+    case = make_case(WALKED["titans"], 9, 4)
+    single = case.inputs.q[:, :1].detach().requires_grad_()
+    asked = (single.expand_as(case.inputs.q), single.repeat(1, 9, 1, 1))
+    reads = [scan_memory(case.rule, case.params, replace(case.inputs, q=q), case.state, 4)[0] for q in asked]
+    assert_close("reads", reads[0], reads[1], 1e-12)
+    one, many = (torch.autograd.grad(y.square().sum(), single)[0] for y in reads)
+    assert_close("gradient", one, many, 1e-12)
+
+
 def test_what_it_does_not_walk_goes_to_torch(kernel: list[str]) -> None:
     """Other objectives and many threads: the same results by torch's operations, and no call with half a rule."""
     case = make_case(RULES["yaad"], 9, 4)
