@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .fused_plan import Arguments, Plan, Tile
+from .fused_plan import Arguments, Plan, ReverseWalk, Tile
 from .fused_runs import tile_lengths
 from .gate_products import LEAST, LOG_FLOOR
 
-Gates = tuple[Tensor | None, Tensor | None, Tensor]
+Gates = tuple[Tensor | None, ...]
+"""log_keep, momentum and lr of one matrix"""
 
 
 @dataclass
@@ -112,7 +113,7 @@ class LaneScan(torch.autograd.Function):
         ctx.kept = []
         if plan.replays:
             return (reads, *arguments.blank_states(plan))
-        stacks, anchor = first_stacks(arguments), [x.clone() for x in arguments.anchor]
+        stacks, anchor = arguments.stacks(), [x.clone() for x in arguments.anchor]
         ctx.kept = [stack.new_empty(len(plan.spans) - 1, *stack.shape) for stack in stacks]
         for j, span in enumerate(plan.spans):
             for block, stack in zip(ctx.kept, stacks if j else [], strict=bool(j)):
@@ -128,14 +129,8 @@ class LaneScan(torch.autograd.Function):
         walk = _Backward(plan, ctx.kernel, arguments, grads)
         for j in range(len(plan.spans) - 1, 0, -1):
             walk.span(plan.spans[j], [block[j - 1] for block in ctx.kept])
-        walk.span(plan.spans[0], first_stacks(arguments))
+        walk.span(plan.spans[0], arguments.stacks())
         return (None, None, *walk.result().pack())
-
-
-def first_stacks(arguments: Arguments) -> list[Tensor]:
-    """Per matrix the state that the arguments give, [W; S] as [n, r, out, in]."""
-    rows = zip(arguments.weights, arguments.momenta, strict=True) if arguments.momenta else zip(arguments.weights)
-    return [torch.stack(one, 1) for one in rows]
 
 
 def lane_runs(plan: Plan, arguments: Arguments, span: Sequence[Tile]) -> list[LaneRun]:
@@ -153,25 +148,16 @@ def lane_runs(plan: Plan, arguments: Arguments, span: Sequence[Tile]) -> list[La
 
 
 def _cut_gates(arguments: Arguments, cut: slice) -> list[Gates]:
-    gates = arguments.gates
-    return [
-        (keep if keep is None else keep[:, cut], m if m is None else m[:, cut], lr[:, cut]) for keep, m, lr in gates
-    ]
+    return [tuple(x if x is None else x[:, cut] for x in one) for one in arguments.gates]
 
 
-class _Backward:
+class _Backward(ReverseWalk):
     """The reverse walk: gradients of the running state go from span to span, all others are gathered."""
 
-    def __init__(self, plan: Plan, kernel: LaneKernel, arguments: Arguments, grads: Sequence[Any]) -> None:
-        self.plan, self.kernel, self.arguments = plan, kernel, arguments
-        depth, own = plan.depth, [*arguments.weights, *arguments.momenta]
-        rows = [_known(g, x) for g, x in zip(grads[1 : 1 + len(own)], own, strict=True)]
-        self.dstacks = [torch.stack(rows[i::depth], 1) for i in range(depth)]
-        last = grads[-depth:] if plan.leaves_anchor else [None] * depth
-        self.danchor = [_known(g, x).clone() for g, x in zip(last, arguments.weights, strict=True)]
-        dreads = grads[0]
-        self.dreads = dreads if dreads.stride(-1) == 1 else dreads.contiguous()
-        self.gathered = arguments.blank_gradients(plan)
+    def __init__(self, plan: Plan, kernel: LaneKernel, arguments: Arguments, grads: Sequence[Tensor]) -> None:
+        super().__init__(plan, arguments, grads)
+        self.kernel = kernel
+        self.dreads = self.dreads if self.dreads.stride(-1) == 1 else self.dreads.contiguous()
 
     def span(self, span: Sequence[Tile], stacks: list[Tensor]) -> None:
         """Lane by lane, recompute the span's states and inner gradients, then take its runs in reverse."""
@@ -194,15 +180,3 @@ class _Backward:
         dreads, key, query, value = (x[:, run.cut] for x in (self.dreads, to.key, to.query, to.value))
         norm = [x for x in (to.norm_weight, to.norm_bias) if x is not None]
         return LaneGrads(dreads, key, query, value, _cut_gates(to, run.cut), norm)
-
-    def result(self) -> Arguments:
-        """All gradients, in the arguments' order."""
-        rows = [stack.unbind(1) for stack in self.dstacks]
-        self.gathered.weights = [row[0] for row in rows]
-        self.gathered.momenta = [row[1] for row in rows] if self.arguments.momenta else []
-        self.gathered.anchor = self.danchor
-        return self.gathered
-
-
-def _known(grad: Any, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad

@@ -116,8 +116,38 @@ class Arguments:
         blank += [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted[3:]]
         return Arguments.unpack(plan, [*blank, *[None] * len(self.matrices())])
 
+    def stacks(self) -> list[Tensor]:
+        """Per matrix the state before the first token, [W; S] as [n, r, out, in]."""
+        rows = zip(self.weights, self.momenta, strict=True) if self.momenta else zip(self.weights)
+        return [torch.stack(one, 1) for one in rows]
+
     def affine(self) -> Affine | None:
         return None if self.norm_weight is None else Affine(self.norm_weight, self.norm_bias)
+
+
+class ReverseWalk:
+    """What a walk in reverse carries from tile to tile, dstacks and danchor, and gathers for the tokens.
+
+    grads: of the reads, W and S after the last token, and the open chunk's anchor where it was given out
+    """
+
+    def __init__(self, plan: Plan, arguments: Arguments, grads: Sequence[Tensor]) -> None:
+        self.plan, self.arguments, self.dreads = plan, arguments, grads[0]
+        depth, given = plan.depth, len(arguments.weights) + len(arguments.momenta)
+        rows = grads[1 : 1 + given]
+        self.dstacks = [torch.stack(list(rows[i::depth]), 1) for i in range(depth)]
+        self.danchor = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in arguments.weights]
+        for total, grad in zip(self.danchor, grads[1 + given :], strict=False):
+            total += grad
+        self.gathered = arguments.blank_gradients(plan)
+
+    def result(self) -> Arguments:
+        """All gradients, in the arguments' order."""
+        rows = [stack.unbind(1) for stack in self.dstacks]
+        self.gathered.weights = [row[0] for row in rows]
+        self.gathered.momenta = [row[1] for row in rows] if self.arguments.momenta else []
+        self.gathered.anchor = self.danchor
+        return self.gathered
 
 
 def same_gates(left: tuple[Tensor | None, ...], right: tuple[Tensor | None, ...]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .fused_backward import AnchorGrads, TileGrads, anchor_backward, read_backward, update_backward
-from .fused_plan import Arguments, Plan, Tile
+from .fused_plan import Arguments, Plan, ReverseWalk, Tile
 from .fused_runs import Run, Step, heads_first, heads_last, span_runs
 from .fused_scalars import TileScalars, scalars_backward
 from .fused_tile import Anchor, anchor_forward, read_forward, refresh, update_forward
@@ -30,8 +30,7 @@ class State:
 
     @classmethod
     def first(cls, arguments: Arguments) -> State:
-        rows = zip(arguments.weights, arguments.momenta, strict=True) if arguments.momenta else zip(arguments.weights)
-        return cls([torch.stack(one, 1) for one in rows], arguments.anchor)
+        return cls(arguments.stacks(), arguments.anchor)
 
     def at(self, tile: Tile) -> State:
         """The state with which a tile is walked: where a chunk opens, its anchor is the running W."""
@@ -84,23 +83,12 @@ class FusedScan(torch.autograd.Function):
         return (None, *backward.result().pack())
 
 
-class _Backward:
+class _Backward(ReverseWalk):
     """The reverse walk: gradients of the running state go from tile to tile, all others are gathered."""
 
-    def __init__(self, plan: Plan, arguments: Arguments, grads: Sequence[Any]) -> None:
-        self.plan, self.arguments, self.affine = plan, arguments, arguments.affine()
-        depth, self.dreads = plan.depth, grads[0]
-
-        def known(grad: Any, like: Tensor) -> Tensor:
-            return torch.zeros_like(like) if grad is None else grad
-
-        own = [*arguments.weights, *arguments.momenta]
-        rows = [known(g, x) for g, x in zip(grads[1 : 1 + len(own)], own, strict=True)]
-        self.dstacks = [torch.stack(rows[i::depth], 1) for i in range(depth)]
-        last = grads[-depth:] if plan.leaves_anchor else [None] * depth
-        danchor = [known(g, x) for g, x in zip(last, arguments.weights, strict=True)]
-        self.danchor = [x.clone() for x in danchor] if plan.leaves_anchor else danchor
-        self.gathered = arguments.blank_gradients(plan)
+    def __init__(self, plan: Plan, arguments: Arguments, grads: Sequence[Tensor]) -> None:
+        super().__init__(plan, arguments, grads)
+        self.affine = arguments.affine()
         self.spare = [torch.empty_like(stack) for stack in self.dstacks]
         like = arguments.key
         self.scratch, self.slots = Workspace(like), [Workspace(like) for _ in max(plan.spans, key=len)]
@@ -166,11 +154,3 @@ class _Backward:
             for to, grad in zip(gates, scalars_backward(run.scalars[i], found[i]), strict=True):
                 if to is not None and grad is not None:
                     to[:, run.cut] = heads_last(grad.flatten(1), to)
-
-    def result(self) -> Arguments:
-        """All gradients, in the arguments' order."""
-        rows = [stack.unbind(1) for stack in self.dstacks]
-        self.gathered.weights = [row[0] for row in rows]
-        self.gathered.momenta = [row[1] for row in rows] if self.arguments.momenta else []
-        self.gathered.anchor = self.danchor
-        return self.gathered
