@@ -424,6 +424,7 @@ typedef struct {
     REAL *read_unit, *read_rstd;
     REAL *slopes[DEEPEST], *dinputs[DEEPEST], *dwrites[DEEPEST], *dinto[DEEPEST];
     REAL *across, *dhidden, *drows, *dtop, *dtarget;
+    REAL *dnorm_weight, *dnorm_bias;           /* of this tile alone: a long row's sum would lose digits */
     Gated gated[DEEPEST];                      /* matrices with the same gates share them */
     Scalars dscalars[DEEPEST];
     double *sums;
@@ -471,13 +472,11 @@ static REAL *lay_gated(const Lane *lane, Tile *tile, REAL *room)
     size c = lane->c;
     for (size i = 0; i < lane->depth; i++) {
         tile->dscalars[i] = lay_scalars(lane, &room);
-        if (twin(lane, i) != i) {
-            tile->gated[i] = tile->gated[twin(lane, i)];
-            continue;
-        }
+        /* room for every matrix, since lanes of one call may differ in which of them are twins */
         Products keep = {take(&room, c), take(&room, c * c)}, momentum = {take(&room, c), take(&room, c * c)};
         REAL *both = lane->r == 2 ? take(&room, c * c) : keep.within;
         tile->gated[i] = (Gated){keep, momentum, both, lay_scalars(lane, &room)};
+        if (twin(lane, i) != i) tile->gated[i] = tile->gated[twin(lane, i)];
     }
     tile->sums = (double *)take(&room, 2 * c);
     tile->spare = take(&room, 2 * c * c + 4 * c);
@@ -513,6 +512,7 @@ static REAL *lay_scratch(const Lane *lane, Tile *tile, REAL *room)
     tile->across = take(&room, c * c), tile->dhidden = take(&room, 2 * c * widest);
     tile->drows = take(&room, c * widest), tile->dtop = take(&room, c * widest);
     tile->dtarget = take(&room, c * widest);
+    tile->dnorm_weight = take(&room, widest), tile->dnorm_bias = take(&room, widest);
     return lay_gated(lane, tile, room);
 }
 
@@ -714,7 +714,8 @@ static void read_top_backward(const Lane *lane, Tile *tile, Rows dreads)
 {
     size last = lane->depth - 1, width = out(lane, last);
     const REAL *weight = lane->norm_weight;
-    REAL *dweight = lane->dnorm_weight, *dbias = lane->dnorm_bias;
+    REAL *dweight = tile->dnorm_weight, *dbias = tile->dnorm_bias;
+    memset(dweight, 0, sizeof(REAL) * width), memset(dbias, 0, sizeof(REAL) * width);
     for (size t = 0; t < lane->c; t++) {
         const REAL *dread = dreads.first + t * dreads.apart;
         REAL *unit = tile->read_unit, *dz = tile->drows + t * width;
@@ -731,8 +732,7 @@ static void read_top_backward(const Lane *lane, Tile *tile, Rows dreads)
 }
 
 /* R: from dl/d(net reads), added to what U left; leaves dl/dq without the residual in drows. */
-static void read_backward(const Lane *lane, Tile *tile, Rows key,
-                          Rows query)
+static void read_backward(const Lane *lane, Tile *tile, Rows key, Rows query)
 {
     size c = lane->c, r = lane->r;
     for (size i = lane->depth; i-- > 0;) {
@@ -760,7 +760,7 @@ static void anchor_top_backward(const Lane *lane, Tile *tile)
 {
     size last = lane->depth - 1, width = out(lane, last);
     const REAL *weight = lane->norm_weight;
-    REAL *dweight = lane->dnorm_weight, *dbias = lane->dnorm_bias, *p = tile->read_unit;
+    REAL *dweight = tile->dnorm_weight, *dbias = tile->dnorm_bias, *p = tile->read_unit;
     for (size t = 0; t < lane->c; t++) {
         const REAL *signal = tile->signal + t * width, *unit = tile->unit + t * width;
         REAL *dtop = tile->dwrites[last] + t * width, *dz = tile->dtop + t * width, *dtarget = tile->dtarget + t * width;
@@ -838,6 +838,15 @@ static void join_anchor(const Lane *lane)
     }
 }
 
+/* The tile's gradients of the LN join those of the tiles before. */
+static void norm_out(const Lane *lane, const Tile *tile)
+{
+    for (size i = 0; lane->norm_weight && i < out(lane, lane->depth - 1); i++) {
+        lane->dnorm_weight[i] += tile->dnorm_weight[i];
+        lane->dnorm_bias[i] += tile->dnorm_bias[i];
+    }
+}
+
 /* The weights that tile j's inner gradients were taken at. */
 static void anchor_of(const Lane *lane, size j, REAL **anchor)
 {
@@ -867,6 +876,7 @@ void scan_backward(const Lane *lane)
         read_backward(lane, &tile, key, query);
         anchor_backward(lane, &tile, anchor, lane->opens[j] ? lane->dstacks : lane->danchor, key);
         tokens_out(lane, &tile, j);
+        norm_out(lane, &tile);
         gates_backward(lane, &tile, j);
         if (lane->opens[j] && !lane->ends[j]) join_anchor(lane);
     }

@@ -39,9 +39,11 @@ def _size_problems(inputs: MemoryInputs, state: MemoryState, chunk_size: int, ch
     for name in ("k", "v"):
         if tuple(getattr(inputs, name).shape) != shape:
             yield f"{name} {tuple(getattr(inputs, name).shape)}: must have the shape of q, {shape}"
-    rows, heads = state.weights[0].shape[:2]
-    if (rows, heads) != (shape[0], shape[2]):
+    held = [*state.weights, *state.momentum, *state.anchor]
+    for rows, heads in sorted({tuple(x.shape[:2]) for x in held} - {(shape[0], shape[2])}):
         yield f"state: holds {rows} rows of {heads} heads, the inputs {shape[0]} of {shape[2]}"
+    if len(dtypes := sorted({str(x.dtype) for x in held})) > 1:
+        yield f"state: its weights, momentum and anchor are {' and '.join(dtypes)}; they must be of one dtype"
     sizes = {"chunk_size": chunk_size, "checkpoint_every": checkpoint_every}
     wrong = [name for name, size in sizes.items() if type(size) is not int or size < 1]
     yield from (f"{name} = {sizes[name]!r}: must be a whole number of at least 1" for name in wrong)

@@ -123,7 +123,7 @@ def _by_groups(plan: Plan, tokens: list[Tensor], norm: list[Tensor], matrices: l
             batch = len(tokens[0][b : b + rows])
             affine = [x[h : h + heads].repeat(batch, 1)[:, None] for x in norm]
             mine = [x[cut[0], :, cut[1]] for x in tokens]
-            reads, *after = _scan(plan, [*mine, *affine, *own])
+            reads, *after = _scan(plan, [*map(_dense_rows, mine), *affine, *own])
             parts.append([reads, *(x.unflatten(0, (batch, -1)) for x in after)])
         columns.append([_join(one, 0) for one in zip(*parts, strict=True)])
     return [_join(one, 1 + (i == 0)) for i, one in enumerate(zip(*columns, strict=True))]
@@ -134,13 +134,15 @@ def _scan(plan: Plan, flat: list[Tensor]) -> tuple[Tensor, ...]:
     if kernel is None:
         found: tuple[Tensor, ...] = FusedScan.apply(plan, *flat)
         return found
-    found = LaneScan.apply(plan, kernel, *(x if x.ndim < 4 or _has_rows(x) else x.contiguous() for x in flat))
+    found = LaneScan.apply(plan, kernel, *flat)
     return found
 
 
-def _has_rows(x: Tensor) -> bool:
-    """Whether x [B, T, N, D] can be read as a matrix of tokens by BLAS: rows dense and apart."""
-    return x.stride(-1) == 1 and (x.shape[1] == 1 or x.stride(1) >= x.shape[-1])
+def _dense_rows(x: Tensor) -> Tensor:
+    """x [B, T, N, D] as BLAS reads a matrix of tokens, rows dense and apart; gates [B, T, N] as they are."""
+    if x.ndim < 4 or (x.stride(-1) == 1 and (x.shape[1] == 1 or x.stride(1) >= x.shape[-1])):
+        return x
+    return x.contiguous()
 
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .fused_plan import Arguments, Plan, ReverseWalk, Tile
 from .fused_runs import tile_lengths
@@ -113,7 +114,8 @@ class LaneScan(torch.autograd.Function):
         ctx.kept = []
         if plan.replays:
             return (reads, *arguments.blank_states(plan))
-        stacks, anchor = arguments.stacks(), [x.clone() for x in arguments.anchor]
+        stacks = arguments.stacks()
+        anchor = [x.clone(memory_format=torch.contiguous_format) for x in arguments.anchor]
         ctx.kept = [stack.new_empty(len(plan.spans) - 1, *stack.shape) for stack in stacks]
         for j, span in enumerate(plan.spans):
             for block, stack in zip(ctx.kept, stacks if j else [], strict=bool(j)):
@@ -124,6 +126,7 @@ class LaneScan(torch.autograd.Function):
         return (reads, *rows, *(anchor if plan.leaves_anchor else []))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         plan, arguments = ctx.plan, Arguments.unpack(ctx.plan, ctx.saved_tensors)
         walk = _Backward(plan, ctx.kernel, arguments, grads)
@@ -167,7 +170,7 @@ class _Backward(ReverseWalk):
         stacks = stacks if len(runs) == 1 else [x.clone() for x in stacks]
         for lane in range(len(stacks[0])):
             known: list[list[Tensor]] = []
-            anchor = [x[lane : lane + 1] for x in self.arguments.anchor]
+            anchor = [x[lane : lane + 1].contiguous() for x in self.arguments.anchor]
             for run, kept in zip(runs, rooms, strict=True):
                 known.append(anchor)
                 anchor = anchor if all(run.ends) else [x.clone() for x in anchor]

@@ -152,5 +152,10 @@ class ReverseWalk:
 
 def same_gates(left: tuple[Tensor | None, ...], right: tuple[Tensor | None, ...]) -> bool:
     """Whether two matrices share their gates, so that their scalars are computed once."""
-    pairs = zip(left, right, strict=True)
-    return all(a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr()) for a, b in pairs)
+
+    def same(a: Tensor | None, b: Tensor | None) -> bool:
+        if a is None or b is None:
+            return a is b
+        return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+    return all(same(a, b) for a, b in zip(left, right, strict=True))

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from miras_megatron.memory import MemoryInputs, MemoryState, make_rule
 from miras_megatron.memory import scan_memory as scan_chunked
 from miras_megatron.memory.oracle import scan_memory
-from miras_megatron.memory.state import join_rows
+from miras_megatron.memory.state import join_rows, replace_state
 
 RULES = {
     "titans": make_rule("titans"),
@@ -122,3 +122,15 @@ def test_a_state_of_another_rule_is_refused(other: str, width: int, wrong: str) 
     inputs = MemoryInputs(*torch.randn(3, 1, 3, 2, 4), momentum=gate, lr=gate)
     with pytest.raises(ValueError, match=f"state: its {wrong} are .*init_state"):
         scan_chunked(rule, rule.init_params(2, 4), inputs, state)
+
+
+def test_a_state_whose_matrices_differ_is_refused() -> None:
+    """Put together from two files: a kernel would read past the end of the shorter one."""
+    rule = RULES["titans"]
+    case = make_case(rule, 4, 2, batch=2)
+    fewer = replace_state(case.state, anchor=tuple(x[:1] for x in case.state.anchor))
+    with pytest.raises(ValueError, match="state: holds 1 rows of 2 heads, the inputs 2 of 2"):
+        scan_chunked(rule, case.params, case.inputs, fewer, 2)
+    single = replace_state(case.state, anchor=tuple(x.float() for x in case.state.anchor))
+    with pytest.raises(ValueError, match=r"are torch.float32 and torch.float64; they must be of one dtype"):
+        scan_chunked(rule, case.params, case.inputs, single, 2)

@@ -184,6 +184,49 @@ def test_one_query_for_all_tokens_is_read_as_many(kernel: list[str]) -> None:
     assert_close("gradient", one, many, 1e-12)
 
 
+def test_heads_may_differ_in_which_gates_they_share(kernel: list[str]) -> None:
+    """Room is taken once for all lanes: the second's gates are no twins, and would be written past its end."""
+    case = make_case(WALKED["ttt_mlp"], 9, 4)
+    rate = case.inputs.lr.detach() if isinstance(case.inputs.lr, torch.Tensor) else case.inputs.lr[0].detach()
+    rate = rate.requires_grad_()
+    shared = rate[:, :, :1].expand_as(rate)
+    pairs = ((rate, shared), (rate.clone(), shared.contiguous()))
+    reads = [scan_memory(case.rule, case.params, replace(case.inputs, lr=lr), case.state, 4)[0] for lr in pairs]
+    assert_close("reads", reads[0], reads[1], 1e-12)
+    one, many = (torch.autograd.grad(y.square().sum(), rate)[0] for y in reads)
+    assert_close("gradient", one, many, 1e-12)
+    KERNELS.pop("cpu")
+    plain = scan_memory(case.rule, case.params, replace(case.inputs, lr=pairs[0]), case.state, 4)[0]
+    assert_close("by torch's operations", plain, reads[1], 1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_anchors_may_lie_transposed(length: int, kernel: list[str]) -> None:
+    """A state put together by somebody else: its strides must not decide about its values or their gradients."""
+    case = make_case(WALKED["titans"], length, 4, phases=(2, 2))
+
+    def turned(matrices: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(x.detach().mT.contiguous().mT.requires_grad_() for x in matrices)
+
+    found = []
+    for lay in (tuple, turned):
+        state = replace(case.state, weights=lay(case.state.weights), anchor=lay(case.state.anchor))
+        reads, after = scan_memory(case.rule, case.params, case.inputs, state, 4)
+        loss = reads.square().sum() + sum(x.square().sum() for x in (*after.weights, *after.anchor))
+        found.append([reads, *torch.autograd.grad(loss, [*state.weights, *state.anchor], retain_graph=True)])
+    for i, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_close(f"value {i}", other, one, 1e-12)
+
+
+def test_a_second_derivative_is_refused(kernel: list[str]) -> None:
+    """A penalty on gradients would otherwise be dropped without a word."""
+    case = make_case(WALKED["titans"], 5, 4)
+    reads, _ = scan_memory(case.rule, case.params, case.inputs, case.state, 4)
+    (grad,) = torch.autograd.grad(reads.square().sum(), case.inputs.k, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
 def test_what_it_does_not_walk_goes_to_torch(kernel: list[str]) -> None:
     """Other objectives and many threads: the same results by torch's operations, and no call with half a rule."""
     case = make_case(RULES["yaad"], 9, 4)
