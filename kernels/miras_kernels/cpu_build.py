@@ -24,7 +24,8 @@ from .cpu_scan import CpuScan
 SOURCE = Path(__file__).with_name("cpu_scan.c")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 # without -fno-tree-pre GCC 12 doesn't vectorise the activations
-TUNED = (("-march=native", "-fno-tree-pre"), ("-mcpu=native",), ())
+TUNED: tuple[tuple[str, ...], ...] = (("-march=native", "-fno-tree-pre"), ("-mcpu=native",), ())
+"""tried in turn; the last is for any CPU"""
 TYPES = {torch.float32: ("-DREAL=float", "-DSINGLE"), torch.float64: ("-DREAL=double",)}
 PRODUCTS = {torch.float32: ("sgemm_", ctypes.c_float), torch.float64: ("dgemm_", ctypes.c_double)}
 PATIENCE = 120.0
@@ -38,37 +39,45 @@ class NoKernel(Exception):
 @functools.cache
 def load_cpu_scan() -> CpuScan:
     """The kernel, compiled if need be (seconds). Raises NoKernel."""
-    libraries, products = {}, {}
-    for dtype, defines in TYPES.items():
-        products[dtype] = _product(dtype)
-        libraries[dtype] = _library(defines)
+    try:
+        products = {dtype: _product(dtype) for dtype in TYPES}
+        folder, compiler = _own_folder(), _compiler()
+        about = _about(compiler)
+        libraries = {dtype: _library(folder, compiler, defines, about) for dtype, defines in TYPES.items()}
+    except OSError as error:
+        raise NoKernel(f"{error}; MIRAS_KERNEL_CACHE names another folder for it") from error
     return CpuScan(libraries, products)
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: MIRAS_KERNEL_CACHE, else miras_kernels in the user's cache."""
-    named = os.environ.get("MIRAS_KERNEL_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "miras_kernels"
+    """Where compiled kernels are kept: MIRAS_KERNEL_CACHE, else miras_kernels in the user's cache. Raises NoKernel."""
+    if named := os.environ.get("MIRAS_KERNEL_CACHE"):
+        return Path(named)
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise NoKernel(f"{error}; set MIRAS_KERNEL_CACHE to a folder of your own") from error
+    return Path(base) / "miras_kernels"
 
 
-def _library(defines: tuple[str, ...]) -> ctypes.CDLL:
+def _compiler() -> str:
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
-    if compiler is None:
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
         raise NoKernel("no C compiler found (cc, gcc or clang)")
-    folder = _own_folder()
-    target = folder / f"cpu_scan-{_digest(compiler, defines)}.so"
-    if target.exists():
+    return found
+
+
+def _library(folder: Path, compiler: str, defines: tuple[str, ...], about: str) -> ctypes.CDLL:
+    digest = hashlib.sha256("\0".join((about, *defines)).encode()).hexdigest()[:24]
+    target = folder / f"cpu_scan-{digest}.so"
+    if target.exists() and _is_ours(target):
         try:
             return ctypes.CDLL(str(target))
         except OSError:
-            target.unlink(missing_ok=True)
+            pass  # no library: compiled anew
     _compile(compiler, defines, target)
-    try:
-        return ctypes.CDLL(str(target))
-    except OSError as error:
-        raise NoKernel(f"{target} can't be loaded: {error}") from error
+    return ctypes.CDLL(str(target))
 
 
 def _own_folder() -> Path:
@@ -76,38 +85,41 @@ def _own_folder() -> Path:
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise NoKernel(f"{folder} can't be made: {error}; set MIRAS_KERNEL_CACHE to a folder of your own") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not _is_ours(folder):
         raise NoKernel(f"{folder} belongs to others or others may write to it; set MIRAS_KERNEL_CACHE to another")
     return folder
 
 
-def _digest(compiler: str, defines: tuple[str, ...]) -> str:
-    """Names one source, compiler, set of flags and CPU: nodes that share a home may differ in their CPU."""
+def _is_ours(path: Path) -> bool:
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _about(compiler: str) -> str:
+    """What decides about the machine code but a library's type: nodes that share a home may differ in their CPU."""
     version = _run([compiler, "--version"]).stdout
-    parts = (SOURCE.read_text(encoding="utf-8"), version, repr((FLAGS, TUNED, defines)), platform.machine(), _cpu())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    parts = (SOURCE.read_text(encoding="utf-8"), version, repr((FLAGS, TUNED)), platform.machine(), _cpu())
+    return "\0".join(parts)
 
 
 def _cpu() -> str:
-    """The CPU's features, as Linux tells them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+    """The CPU's features, as Linux tells them, or nothing: code is then made for any CPU."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
 def _compile(compiler: str, defines: tuple[str, ...], target: Path) -> None:
     """Into a file of its own, renamed when whole: ranks may compile side by side, and any may be killed."""
     error = ""
-    for tuned in TUNED:
+    for tuned in TUNED if _cpu() else TUNED[-1:]:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             done = _run([compiler, *FLAGS, *tuned, *defines, str(SOURCE), "-o", str(made), "-lm"])
             if done.returncode == 0:
+                made.chmod(0o700)
                 made.replace(target)
                 return
             error = error or done.stderr.strip()

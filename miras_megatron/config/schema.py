@@ -304,8 +304,8 @@ class Training:
     recompute: bool = False
     """each layer is computed again in the backward pass: less memory, a third more work"""
     cpu_kernel: bool = True
-    """on a CPU with a C compiler, memories are walked by a kernel that is compiled at the first start: up to twice as
-    fast; false, or no compiler: torch's operations"""
+    """on a CPU with a C compiler and at most two threads a rank, memories of most rules are walked by a kernel that is
+    compiled at the first start: half again to twice as fast; else, or false: torch's operations"""
     compact_heap: bool = False
     """on a CPU with glibc, tensors of a MiB or more go back to the system when freed: memory of long rows in pieces
     stays level and is a quarter less, a step takes a fifth to two fifths longer"""

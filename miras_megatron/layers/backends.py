@@ -34,18 +34,21 @@ def pick_scan(rule: Rule, prefer: str = "reference", device: torch.device | str 
 
 
 def use_cpu_kernel(wanted: bool = True) -> str:
-    """Give this process's hand-written scans on CPUs the compiled kernel, or none; returns what they use, in words.
+    """Give this process's hand-written scans on CPUs the compiled kernel, or none; returns why not, "" if they have it.
 
-    Where there is no compiler they go on with torch's operations, which compute the same.
+    Without it they go on with torch's operations, which compute the same.
     """
     # here, since exports ship this file without the kernels
     from miras_kernels.cpu_build import NoKernel, load_cpu_scan
+    from miras_kernels.cpu_scan import MOST_THREADS
 
     KERNELS.pop("cpu", None)
     if not wanted:
-        return "torch's operations"
+        return "not wanted"
+    if (threads := torch.get_num_threads()) > MOST_THREADS:
+        return f"it is for at most {MOST_THREADS} threads, here are {threads}; set OMP_NUM_THREADS"
     try:
         KERNELS["cpu"] = load_cpu_scan()
     except NoKernel as reason:
-        return f"torch's operations ({reason})"
-    return "the compiled kernel"
+        return str(reason)
+    return ""

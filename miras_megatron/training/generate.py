@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from ..compat.cpu import core_without_cuda
 from ..config.schema import Parallel
-from ..layers.backends import use_cpu_kernel
 from ..model.build import build_model
 from ..parallel.mesh import ParallelMesh
 from .checkpoint import load_weights, saved_run
 from .checkpoint_folder import find_checkpoint, read_manifest
 from .job import Job
 from .main import said_by_us
+from .process import settle_process
 from .session import Session
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -73,7 +73,7 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
     tokenizer = load_tokenizer(run.data.tokenizer)
     with core_without_cuda(), ParallelMesh(run.parallel) as mesh:
         mesh.seed(run.training.seed)
-        use_cpu_kernel(run.training.cpu_kernel)
+        settle_process(run, mesh)
         model = build_model(run, mesh)
         load_weights(Job(run, mesh, tokenizer, model, model.config), folder)
         yield OpenedModel(model.eval(), tokenizer, _name(folder))

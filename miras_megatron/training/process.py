@@ -13,11 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 def settle_process(run: Run, mesh: ParallelMesh) -> None:
-    """training.cpu_kernel and training.compact_heap; rank 0 says what came of them."""
-    log, warn = (logger.info, logger.warning) if mesh.is_main else (logger.debug, logger.debug)
+    """training.cpu_kernel and training.compact_heap; a rank that goes without the kernel says why."""
     on_cpu = mesh.device.type == "cpu"
-    walked_by = use_cpu_kernel(run.training.cpu_kernel and on_cpu)
-    if on_cpu:
-        log("memory scans on the CPU: %s", walked_by)
-    if run.training.compact_heap and not (on_cpu and give_back_large_blocks()):
-        warn("training.compact_heap = true: no effect, it is for a CPU and the C library glibc")
+    wanted = run.training.cpu_kernel and on_cpu
+    if (reason := use_cpu_kernel(wanted)) and wanted:
+        logger.warning("training.cpu_kernel: memories are walked by torch's operations: %s", reason)
+    elif wanted and mesh.is_main:
+        logger.info("memories are walked by the kernel compiled for this CPU, where it has their rule")
+    if run.training.compact_heap and not (on_cpu and give_back_large_blocks()) and mesh.is_main:
+        logger.warning("training.compact_heap = true: no effect, it is for a CPU and the C library glibc")

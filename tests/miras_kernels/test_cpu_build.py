@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from miras_kernels import cpu_build
 from miras_kernels.cpu_build import NoKernel, load_cpu_scan
+from miras_kernels.cpu_scan import MOST_THREADS
 
 from miras_megatron.layers.backends import use_cpu_kernel
 from miras_megatron.memory.fused_lanes import KERNELS
@@ -35,7 +37,7 @@ def test_a_second_process_takes_what_the_first_compiled(folder: Path) -> None:
 def test_without_a_compiler_runs_go_on_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster's compute node may have none: it trains all the same, and says why it is slower."""
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert use_cpu_kernel() == "torch's operations (no C compiler found (cc, gcc or clang))"
+    assert use_cpu_kernel() == "no C compiler found (cc, gcc or clang)"
     assert "cpu" not in KERNELS
 
 
@@ -73,5 +75,51 @@ def test_a_file_that_is_no_library_is_compiled_anew(folder: Path) -> None:
 
 def test_the_kernel_is_off_when_not_wanted() -> None:
     """training.cpu_kernel: false is how one tells the kernel's share from another fault."""
-    assert use_cpu_kernel() == "the compiled kernel" and "cpu" in KERNELS
-    assert use_cpu_kernel(False) == "torch's operations" and "cpu" not in KERNELS
+    assert use_cpu_kernel() == "" and "cpu" in KERNELS
+    assert use_cpu_kernel(False) == "not wanted" and "cpu" not in KERNELS
+
+
+def test_many_threads_are_told_why_they_go_without() -> None:
+    """A start line that names the kernel where it never runs sends people looking elsewhere."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(MOST_THREADS + 1)
+        assert use_cpu_kernel() == "it is for at most 2 threads, here are 3; set OMP_NUM_THREADS"
+    finally:
+        torch.set_num_threads(threads)
+    assert "cpu" not in KERNELS
+
+
+def test_a_full_disk_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that can't be stored is no reason not to train."""
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    assert "No space left on device; MIRAS_KERNEL_CACHE names another folder" in use_cpu_kernel()
+
+
+def test_without_a_home_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as numbers that no passwd file knows."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert use_cpu_kernel() == ""
+    monkeypatch.delenv("MIRAS_KERNEL_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert use_cpu_kernel() == "Could not determine home directory.; set MIRAS_KERNEL_CACHE to a folder of your own"
+
+
+def test_a_library_that_others_may_write_to_is_compiled_anew(folder: Path) -> None:
+    """Linkers leave files open to the group where the umask does."""
+    cpu_build.load_cpu_scan()
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in folder.iterdir())
+    for path in folder.iterdir():
+        path.unlink()
+        path.write_bytes(b"somebody's")
+        path.chmod(0o722)
+    cpu_build.load_cpu_scan()
+    assert all(path.stat().st_size > 10_000 and path.stat().st_mode & 0o777 == 0o700 for path in folder.iterdir())
