@@ -2,7 +2,8 @@
 
 A rank takes one piece through all its layers before the next. A layer is pre (work that needs no state), scan (in head
 groups, each sent on when ready) and post; backward goes through them the other way, state gradients from right to left.
-Not a model of the machine: costs are given, links are never busy, sending costs the sender nothing.
+Not a model of the machine: costs are given, links are never busy, sending costs the sender nothing. What taking a
+packet in costs is given too, and counts as waiting.
 Needs only the standard library; docs/context_parallel.md has the figures it gives.
 """
 
@@ -64,6 +65,8 @@ class Schedule:
     """pipeline stages, each with its own `ranks`; they exchange whole slices, 1F1B"""
     state_transfer: float = 0.0
     """time from a group's state, or its gradient, sent to received: latency + bytes / bandwidth; one's own is there"""
+    receive: float = 0.0
+    """time to take in a layer's packets (of one head group) that are there, either way; one's own cost nothing"""
     slice_transfer: float = 0.0
     """the same for a slice's activations between stages"""
 
@@ -157,7 +160,7 @@ class _Floor:
         back_pre, back_scan, back_post = costs.backward.scaled(1.0 / schedule.pieces)
         self.parts = {True: (pre, scan * spread, post), False: (back_post, back_scan * spread, back_pre)}
         self.replay = schedule.layers * (pre + scan * spread * schedule.head_groups + post)
-        self.hop = schedule.state_transfer if schedule.ranks > 1 else 0.0
+        self.hop, self.take = (schedule.state_transfer, schedule.receive) if schedule.ranks > 1 else (0.0, 0.0)
         self.clocks = [0.0] * (schedule.ranks * schedule.stages)
         self.busy = list(self.clocks)
         self.events: list[Event] = []
@@ -182,6 +185,10 @@ class _Floor:
             states = self._walk(rank, job, piece, states)
         self.done[job] = self.clocks[first : first + self.plan.ranks]
 
+    def _first_of(self, job: Job) -> int:
+        """The piece that a job's chain begins with: nobody hands it anything."""
+        return 0 if job.forward else self.plan.ranks * self.plan.pieces - 1
+
     def _source(self, job: Job) -> Job | None:
         other = job.stage - 1 if job.forward else job.stage + 1
         return job._replace(stage=other) if 0 <= other < self.plan.stages else None
@@ -202,12 +209,13 @@ class _Floor:
         """One piece through all layers: when each (layer, group) arrives -> when it arrives at the next, in order."""
         before, scan, after = self.parts[job.forward]
         start, arrivals, groups = self.clocks[rank], iter(states), range(self.plan.head_groups)
+        take = 0.0 if piece == self._first_of(job) else self.take
         clock, ends = start, []
         for _ in range(self.plan.layers):
             clock += before
             for _ in groups:
                 arrival = next(arrivals)
-                clock = (arrival if arrival > clock else clock) + scan
+                clock = (arrival if arrival > clock else clock) + take + scan
                 ends.append(clock)
             clock += after
         self.clocks[rank] = clock

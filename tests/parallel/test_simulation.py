@@ -29,7 +29,9 @@ CPU_PIECES = {8: (0.861, 0.925, 0.961, 0.980), 64: (0.408, 0.510, 0.582, 0.627)}
 
 SCHEDULES = [
     Schedule(ranks=1, layers=3),
-    Schedule(ranks=3, layers=2, pieces=2, head_groups=3, group_scan=1.3, replay="all", state_transfer=0.05),
+    Schedule(
+        ranks=3, layers=2, pieces=2, head_groups=3, group_scan=1.3, replay="all", state_transfer=0.05, receive=0.03
+    ),
     Schedule(ranks=2, layers=3, pieces=3, replay="all_but_last", micro_batches=3, forwards_ahead=1),
     Schedule(ranks=5, layers=1, micro_batches=2, forwards_ahead=9),
     Schedule(ranks=2, layers=2, pieces=2, stages=3, micro_batches=4, slice_transfer=0.1, state_transfer=0.02),
@@ -108,7 +110,7 @@ def test_nothing_is_used_before_it_is_there(schedule):
         backward = what.startswith("backward")
         if what.endswith("scan"):
             source = at.get((what, batch, piece + (1 if backward else -1), layer, group))
-            hop = schedule.state_transfer if schedule.ranks > 1 else 0.0
+            hop = schedule.state_transfer + schedule.receive if schedule.ranks > 1 else 0.0
             assert source is None or event.start >= source.end + hop - 1e-9
             opening = at[("backward_post" if backward else "pre", batch, piece, layer, 0)]
             assert event.start >= opening.end - 1e-9
@@ -142,7 +144,9 @@ def test_a_pipeline_alone_has_the_bubble_of_1f1b():
 @pytest.mark.parametrize("replay", ["none", "all", "all_but_last"])
 def test_one_rank_never_waits(pieces, replay):
     """World size 1 takes the same path and pays nothing for it."""
-    found = simulate(Schedule(layers=5, pieces=pieces, replay=replay, micro_batches=2, state_transfer=9.0), PLAIN)
+    found = simulate(
+        Schedule(layers=5, pieces=pieces, replay=replay, micro_batches=2, state_transfer=9, receive=9), PLAIN
+    )
     replayed = {"none": 0, "all": pieces, "all_but_last": pieces - 1}[replay] / pieces
     assert found.efficiency == pytest.approx(1.0)
     assert found.makespan == pytest.approx(2 * 5 * (3 + replayed))
@@ -156,10 +160,18 @@ def test_more_ranks_layers_pieces_and_latency_do_what_they_must():
         "pieces": [efficiency(ranks=8, pieces=n) for n in (1, 2, 4, 8)],
         "ahead": [efficiency(ranks=8, micro_batches=6, forwards_ahead=n) for n in (0, 1, 3, 5)],
         "transfer": [efficiency(ranks=8, pieces=2, state_transfer=x) for x in (0.0, 0.01, 0.1)][::-1],
+        "receive": [efficiency(ranks=8, pieces=2, receive=x) for x in (0.0, 0.01, 0.1)][::-1],
         "scan": [efficiency(LayerCosts.of_shares(0.2, x, 0.8 - x), ranks=8) for x in (0.1, 0.3, 0.5)][::-1],
     }
     for name, found in by.items():
         assert found == sorted(found) and len(set(found)) == len(found), name
+
+
+def test_packets_that_are_there_are_waited_for_at_every_border_but_the_ends():
+    """What the machine takes for a packet is nobody's work: four pieces have three borders, both ways."""
+    free, costly = (simulate(Schedule(ranks=2, pieces=2, state_transfer=9, receive=x), PLAIN) for x in (0.0, 0.1))
+    assert costly.busy == free.busy
+    assert costly.makespan - free.makespan == pytest.approx(2 * 3 * 0.1)
 
 
 def test_a_last_piece_that_keeps_its_graph_saves_its_replay():

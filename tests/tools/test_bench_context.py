@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from miras_tools import bench, bench_context, bench_long
 from miras_tools.bench_context import ContextCase, context_cases, context_table
-from miras_tools.bench_trace import calibrate, idle_of_trace, simulated_idle
+from miras_tools.bench_trace import calibrate, idle_of_trace, packet_sizes, simulated_idle
 
 from miras_megatron.config.load import load_run
 from miras_megatron.config.sizes import BATCH_BYTES, LOSS_BYTES, borders_bytes, row_bytes, state_bytes
@@ -88,16 +88,25 @@ def test_costs_are_read_off_the_hand_overs_of_one_rank() -> None:
         start = 100.0 * piece
         events += [event("piece", start, 10, f"forward {piece}"), event("piece", start + 50, 14, f"backward {piece}")]
         for layer, begin in ((1, start + 1), (2, start + 6)):
-            marks.append([1e6 * begin, "receive", "right", 1, piece, layer, 2])
-            marks.append([1e6 * (begin + 2), "send", "right", 1, piece + 1, layer, 2])
-            marks.append([1e6 * (begin - 0.5), "receive", "right", 1, piece, layer, 0])
+            marks.append([1e6 * begin, "receive", "right", 1, piece, layer, 2, 900])
+            marks.append([1e6 * (begin + 2), "send", "right", 1, piece + 1, layer, 2, 900])
+            marks.append([1e6 * (begin - 0.5), "receive", "right", 1, piece, layer, 0, 30])
+            marks.append([1e6 * (begin - 0.7), "send", "right", 1, piece + 1, layer, 0, 30])
         for layer, begin in ((2, start + 53), (1, start + 60)):
-            marks.append([1e6 * begin, "receive", "left", 1, piece + 1, layer, 2])
-            marks.append([1e6 * (begin + 3), "send", "left", 1, piece, layer, 2])
-    costs = calibrate({"marks": marks, "events": events}, layers=2, pieces=4)
+            marks.append([1e6 * begin, "receive", "left", 1, piece + 1, layer, 2, 900])
+            marks.append([1e6 * (begin + 3), "send", "left", 1, piece, layer, 2, 900])
+    answer = {"marks": marks, "events": events}
+    assert packet_sizes(answer) == [30, 900]
+    costs = calibrate(answer, layers=2, pieces=4)
     assert costs.forward == pytest.approx(Parts(1, 2, 2).scaled(2))
     assert costs.backward == pytest.approx(Parts(1, 3, 3).scaled(2))
-    assert 0.0 < simulated_idle(costs, 2, 2, 2) < simulated_idle(costs, 2, 2, 1) < 1.0
+    assert (
+        0.0
+        < simulated_idle(costs, 2, 2, 2)
+        < simulated_idle(costs, 2, 2, 2, 0.5)
+        < simulated_idle(costs, 2, 2, 1)
+        < 1.0
+    )
     assert simulated_idle(LayerCosts(Parts(1, 0, 1), Parts(1, 0, 1)), 2, 2, 1) == pytest.approx(0.0)
 
 

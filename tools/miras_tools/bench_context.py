@@ -17,7 +17,7 @@ from miras_megatron.config.schema import Checkpoint, Data, Logging, Memory, Mode
 from miras_megatron.config.schema import Training as Steps
 
 from .bench_ranks import Answer, Ranks, started, usable_cores
-from .bench_trace import calibrate, idle_of_trace, simulated_idle
+from .bench_trace import calibrate, idle_of_trace, packet_sizes, simulated_idle
 
 RANKS = 2
 SAME_LOSS = 1e-4
@@ -90,7 +90,8 @@ def measure_case(case: ContextCase, folder: str, rounds: int, say: Callable[[str
             for number in range(1, rounds + 2):
                 say(f"round {number - 1} of {rounds}: {case.title()}" + (" (warms up)" if number == 1 else ""))
                 found.append(_round(number, both, alone[0], alone[1:], replays))
-    return _row(case, layout, found[1:], replays)
+            receive = _receive_seconds(both, found[0]["whole"][0]) if replays else 0.0
+    return _row(case, layout, found[1:], replays, receive)
 
 
 def _round(number: int, both: Ranks, whole: Ranks, halves: list[Ranks], trace: bool) -> dict[str, Any]:
@@ -108,6 +109,12 @@ def _round(number: int, both: Ranks, whole: Ranks, halves: list[Ranks], trace: b
     return found
 
 
+def _receive_seconds(both: Ranks, whole: Answer) -> float:
+    """What one layer's packets at a border take their receiver once they are there, mean of the ranks."""
+    both.ask("packets", sizes=packet_sizes(whole))
+    return sum(sum(answer["seconds"]) for answer in both.answers()) / RANKS
+
+
 def _step(groups: list[Ranks], number: int, trace: bool) -> list[Answer]:
     """The answers of all ranks of groups that take a step at the same time."""
     for group in groups:
@@ -119,7 +126,9 @@ def _seconds(answers: list[Answer]) -> float:
     return float(max(answer["seconds"] for answer in answers))
 
 
-def _row(case: ContextCase, layout: Answer, rounds: list[dict[str, Any]], traced: bool) -> dict[str, Any]:
+def _row(
+    case: ContextCase, layout: Answer, rounds: list[dict[str, Any]], traced: bool, receive: float = 0.0
+) -> dict[str, Any]:
     seconds = {name: [_seconds(one[name]) for one in rounds] for name in ("whole", "pair", "shared")}
     speed_ups = [a / b for a, b in zip(seconds["whole"], seconds["shared"], strict=True)]
     allowed = [a / b for a, b in zip(seconds["whole"], seconds["pair"], strict=True)]
@@ -146,7 +155,9 @@ def _row(case: ContextCase, layout: Answer, rounds: list[dict[str, Any]], traced
         row["idle_of_step"] = median(sum(one["shared"][0]["idle"]) / RANKS for one in rounds)
         row["idle_traced"] = median(idle_of_trace([answer["events"] for answer in one["shared"]]) for one in rounds)
         costs = [calibrate(one["whole"][0], case.layers, RANKS * layout["pieces"]) for one in rounds]
-        row["idle_simulated"] = median(simulated_idle(cost, RANKS, case.layers, layout["pieces"]) for cost in costs)
+        shape = RANKS, case.layers, layout["pieces"]
+        row["idle_simulated"] = median(simulated_idle(cost, *shape, receive) for cost in costs)
+        row["receive_seconds"] = receive
         row["shares"] = costs[len(costs) // 2]
     return row
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 from miras_megatron.config.schema import Run
@@ -27,6 +28,10 @@ START_DEADLINE = 600.0
 """seconds until a rank has imported its libraries and built its model"""
 STEP_DEADLINE = 3600.0
 """seconds a step, or a comparison, may take"""
+PACKETS, PACKET_ARRIVES = 32, 0.01
+"""packets of a size that are timed; seconds in which one has surely come"""
+NO_LAYER = 0
+"""layers are counted from 1, so a model's packets are never mistaken for those that are timed"""
 
 
 class Ranks:
@@ -230,7 +235,29 @@ def compare(job: Any) -> Answer:
     return {"loss_difference": differences[0], "gradient_difference": max(differences[1:]), "compared": len(whole)}
 
 
-TASKS: dict[str, Callable[..., Answer]] = {"step": step, "compare": compare}
+def packets(job: Any, sizes: Sequence[int]) -> Answer:
+    """Seconds to take in a packet of each of `sizes` bytes from the left neighbour, once it is there: medians."""
+    import torch
+
+    from miras_megatron.parallel.exchange import Key
+
+    ring, found = job.mesh.ring, []
+    for slot, size in enumerate(sizes):
+        content, taken = [torch.zeros(size, dtype=torch.uint8)], []
+        for piece in range(PACKETS):
+            key = Key(0, piece, NO_LAYER, slot)
+            ring.send("right", key, content)
+            time.sleep(PACKET_ARRIVES)
+            began = time.perf_counter()
+            ring.receive("right", key, content)
+            taken.append(time.perf_counter() - began)
+        found.append(median(taken))
+    ring.finish()
+    ring.drain_waits()
+    return {"seconds": found}
+
+
+TASKS: dict[str, Callable[..., Answer]] = {"step": step, "compare": compare, "packets": packets}
 
 
 @contextmanager
@@ -240,19 +267,21 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def _watching(ring: Any, marks: list[Any]) -> Iterator[None]:
-    """Note when packets are handed on, before, and when they have come, after: [microseconds, what, direction, key]."""
+    """Note when packets are handed on, before, and when they have come, after; see bench_trace.Mark."""
+    from miras_megatron.parallel.exchange import packed_bytes
+
     send, receive = ring.send, ring.receive
 
-    def note(what: str, direction: str, key: Any) -> None:
-        marks.append([1e6 * time.time(), what, direction, *key])
+    def note(what: str, direction: str, key: Any, tensors: Any) -> None:
+        marks.append([1e6 * time.time(), what, direction, *key, packed_bytes(tensors)])
 
     def noted_send(direction: str, key: Any, tensors: Any) -> None:
-        note("send", direction, key)
+        note("send", direction, key, tensors)
         send(direction, key, tensors)
 
     def noted_receive(direction: str, key: Any, like: Any) -> Any:
         found = receive(direction, key, like)
-        note("receive", direction, key)
+        note("receive", direction, key, like)
         return found
 
     ring.send, ring.receive = noted_send, noted_receive

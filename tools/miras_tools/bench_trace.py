@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 class Mark(NamedTuple):
-    """One hand-over: microseconds, "send" or "receive", direction, key."""
+    """One hand-over: microseconds, "send" or "receive", direction, key, bytes."""
 
     time: float
     what: str
@@ -28,6 +28,7 @@ class Mark(NamedTuple):
     piece: int
     layer: int
     slot: int
+    bytes: int
 
 
 class Spans(NamedTuple):
@@ -49,9 +50,23 @@ def idle_of_trace(ranks: Sequence[Sequence[Event]]) -> float:
     return fmean((wait + max(ends) - end) / whole for wait, end in zip(waits, ends, strict=True))
 
 
-def simulated_idle(costs: LayerCosts, ranks: int, layers: int, pieces: int) -> float:
-    """Of the relay's schedule, each rank's last piece keeping its graph; `costs` of one layer over a rank's slice."""
-    return simulate(Schedule(ranks=ranks, layers=layers, pieces=pieces, replay="all_but_last"), costs).idle
+def simulated_idle(costs: LayerCosts, ranks: int, layers: int, pieces: int, receive: float = 0.0) -> float:
+    """Of the relay's schedule, each rank's last piece keeping its graph.
+
+    costs    of one layer over a rank's slice, seconds
+    receive  seconds to take in one layer's packets at a border, once they are there
+    """
+    schedule = Schedule(ranks=ranks, layers=layers, pieces=pieces, replay="all_but_last", receive=receive)
+    return simulate(schedule, costs).idle
+
+
+def packet_sizes(answer: Answer) -> list[int]:
+    """Bytes of every packet that a layer hands over at one border, from a traced step of one rank."""
+    marks = [Mark(*mark) for mark in answer["marks"]]
+    chosen = {
+        mark.slot: mark.bytes for mark in marks if (mark.what, mark.direction, mark.layer) == ("send", "right", 1)
+    }
+    return [chosen[slot] for slot in sorted(chosen)]
 
 
 def calibrate(answer: Answer, layers: int, pieces: int, ranks: int = 2) -> LayerCosts:
