@@ -18,8 +18,12 @@ from miras_megatron.config.check import check_run
 from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import parse_command_line
 from miras_megatron.config.schema import Run
+from miras_megatron.config.sizes import sizes_of
 
-SWITCHES = {"dry-run": "prints the layout and the command; starts nothing"}
+SWITCHES = {"dry-run": "prints the layout, memory a rank and the command; starts nothing"}
+
+BYTES_VOCABULARY = 257
+"""ids of the tokenizer `bytes`"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"miras-launch: {error}", file=sys.stderr)
         return 2
     line = torchrun_line(machines, [word for word in rest if word != "--dry-run"])
-    print(f"{describe_layout(command.run, world_size)}\n{shlex.join(line)}", flush=True)
+    told = [describe_layout(command.run, world_size), describe_memory(command.run, world_size), shlex.join(line)]
+    print("\n".join(told), flush=True)
     return 0 if command.switches["dry-run"] else subprocess.run(line, check=False).returncode
 
 
@@ -67,6 +72,21 @@ def describe_layout(run: Run, world_size: int) -> str:
         f"{world_size} ranks = {run.data_ranks(world_size)} data x {parallel.tensor} tensor x "
         f"{parallel.pipeline} pipeline x {parallel.context} context; {run.training.global_batch} rows a step in "
         f"{run.micro_batches(world_size)} microbatches of {run.training.micro_batch} a rank"
+    )
+
+
+def describe_memory(run: Run, world_size: int) -> str:
+    """One line: what a rank surely needs, where the vocabulary is known without reading a tokenizer."""
+    vocabulary = run.model.vocab_size or (BYTES_VOCABULARY if run.data.tokenizer == "bytes" else None)
+    if vocabulary is None:
+        return (
+            f"memory a rank: as miras-train --dry-run says, which reads {run.data.tokenizer}; or give model.vocab_size"
+        )
+    sizes = sizes_of(run, vocabulary, world_size)
+    need, weights, states = (x / 2**30 for x in (sizes.rank_bytes, sizes.weights_bytes, sizes.saved_state_bytes))
+    return (
+        f"memory a rank: at least {need:.2f} GiB (weights, gradients, AdamW {weights:.2f}; saved states {states:.2f}), "
+        f"activations on top; {sizes.parameters:,} parameters"
     )
 
 

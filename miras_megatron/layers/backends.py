@@ -38,13 +38,14 @@ def use_cpu_kernel(wanted: bool = True) -> str:
 
     Without it they go on with torch's operations, which compute the same.
     """
-    # here, since exports ship this file without the kernels
-    from miras_kernels.cpu_build import NoKernel, load_cpu_scan
-    from miras_kernels.cpu_scan import MOST_THREADS
-
     KERNELS.pop("cpu", None)
     if not wanted:
         return "not wanted"
+    try:
+        from miras_kernels.cpu_build import NoKernel, load_cpu_scan
+        from miras_kernels.cpu_scan import MOST_THREADS
+    except ImportError:  # exports ship this file without the kernels
+        return "miras_kernels is not installed"
     if (threads := torch.get_num_threads()) > MOST_THREADS:
         return f"it is for at most {MOST_THREADS} threads, here are {threads}; set OMP_NUM_THREADS"
     try:

@@ -67,7 +67,7 @@ class FullAttention(nn.Module):
             states.append(after)
         longest = max(after["key"].shape[1] for after in states)
         y = self.out(torch.cat(heads).flatten(-2))
-        return y, join_trees([_right_aligned(after, longest) for after in states]) if return_state else None
+        return y, join_trees([right_aligned(after, longest) for after in states]) if return_state else None
 
     def _rows(
         self, query: Tensor, key: Tensor, value: Tensor, old: Tree, before: int, starts: tuple[int, ...]
@@ -104,6 +104,14 @@ def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat(out, 1)
 
 
-def _right_aligned(state: Tree, length: int) -> Tree:
+def kept_tokens(state: Tree) -> int:
+    """Tokens that a layer's state has room for; 0 where it isn't full attention's."""
+    return int(state["key"].shape[1]) if "count" in state else 0
+
+
+def right_aligned(state: Tree, length: int) -> Tree:
+    """A state of full attention with room for `length` tokens; any other layer's as it is."""
+    if "count" not in state:
+        return state
     spare = length - state["key"].shape[1]
     return {name: pad(x, (0, 0, 0, 0, spare, 0)) if name != "count" else x for name, x in state.items()}

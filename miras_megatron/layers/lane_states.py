@@ -41,7 +41,7 @@ class LaneStates:
 
     def take(self, group: Group) -> tuple[Tree, Tree]:
         """The lanes' states, and what they carry of their open segments."""
-        lane = _collect(self.lanes, group.lanes)
+        lane = collect_lanes(self.lanes, group.lanes)
         if group.first == 0:
             return lane, {"start": lane["memory"]}
         assert self.state is not None
@@ -62,8 +62,8 @@ class LaneStates:
         for tree in {id(tree): tree for tree, _ in self.opened.values()}.values():
             tree |= {name: _padded(tree[name], segment) for name in growing}
         return {
-            "lane": _collect(self.lanes, last),
-            "open": _collect(self.opened, last),
+            "lane": collect_lanes(self.lanes, last),
+            "open": collect_lanes(self.opened, last),
             "position": torch.tensor([self.places[lane] for lane in last]),
         }
 
@@ -81,7 +81,7 @@ def _rows_of(tree: Tree, rows: list[int]) -> Tree:
     return tree if rows == list(range(count)) else select_rows(tree, rows)
 
 
-def _collect(pools: Pools, lanes: Sequence[int]) -> Tree:
+def collect_lanes(pools: Pools, lanes: Sequence[int]) -> Tree:
     """One tree with the given lanes in order, without a copy where one holds just these."""
     trees = {id(pools[lane][0]): pools[lane][0] for lane in lanes}
     members = {key: [lane for lane in lanes if pools[lane][0] is tree] for key, tree in trees.items()}

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 PERSISTENT_STD = 0.02
 
@@ -35,8 +36,15 @@ class LinearFactory(Protocol):
     def gather(self, x: Tensor) -> Tensor: ...
 
 
+class Projection(nn.Linear):
+    """x [..., in] -> [..., out] in the weight's dtype: a gate's is float32 where the stream is bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x.to(self.weight.dtype), self.weight)
+
+
 class PlainLinear:
-    """nn.Linear: one rank holds all."""
+    """One rank holds all."""
 
     shards = 1
     index = 0
@@ -46,10 +54,10 @@ class PlainLinear:
 
     def make(self, in_features: int, out_features: int, *, split: Split, std: float) -> nn.Module:
         """A projection whose weight is normal with standard deviation `std`."""
-        linear = nn.Linear(in_features, out_features, bias=False)
+        made = Projection(in_features, out_features, bias=False)
         with torch.no_grad():
-            linear.weight.normal_(0.0, std, generator=self.generator)
-        return linear
+            made.weight.normal_(0.0, std, generator=self.generator)
+        return made
 
     def gather(self, x: Tensor) -> Tensor:
         """All columns are here."""
@@ -75,11 +83,11 @@ def persistent_rows(count: int, width: int, generator: torch.Generator) -> nn.Pa
     return shared(torch.empty(count, width).normal_(0.0, PERSISTENT_STD, generator=generator))
 
 
-def without_decay(linear: nn.Module) -> nn.Module:
+def without_decay(projection: nn.Module) -> nn.Module:
     """The same projection, its weight taken out of weight decay (gates)."""
-    for parameter in linear.parameters():
+    for parameter in projection.parameters():
         parameter.no_weight_decay = True  # type: ignore[attr-defined]
-    return linear
+    return projection
 
 
 def _mark(parameter: nn.Parameter, split_dim: int | None) -> nn.Parameter:

@@ -27,6 +27,15 @@ from .short_conv import ShortConv
 Tree = dict[str, Any]
 
 
+class SlowWeights(nn.ParameterDict):
+    """W_0 and what goes with it. Read by a call, where libraries that keep weights elsewhere hook in to bring them."""
+
+    __call__ = nn.Module.__call__  # ParameterDict refuses
+
+    def forward(self) -> dict[str, Tensor]:
+        return dict(self.items())
+
+
 class MemoryCore(nn.Module):
     """The memory of N heads of width D on this rank, with the paths that lead into it."""
 
@@ -42,14 +51,15 @@ class MemoryCore(nn.Module):
         self.gates = MemoryGates(spec, factory)
         full = spec.rule.init_params(spec.heads, spec.head_dim, generator=generator, dtype=torch.float64)
         fixed = spec.rule.fixed_params
-        self.weights = nn.ParameterDict({n: own_heads(x.float(), factory) for n, x in full.items() if n not in fixed})
+        self.weights = SlowWeights({n: own_heads(x.float(), factory) for n, x in full.items() if n not in fixed})
         # plain tensors, not buffers: a module cast to bf16 must not round them
         self.fixed = {name: own_heads(full[name], factory).detach() for name in fixed}
 
     def params(self) -> dict[str, Tensor]:
         """The slow parameters, as `scan_memory` takes them."""
-        device = next(iter(self.weights.values())).device
-        return dict(self.weights.items()) | {name: x.to(device) for name, x in self.fixed.items()}
+        weights: dict[str, Tensor] = self.weights()
+        device = next(iter(weights.values())).device
+        return weights | {name: x.to(device) for name, x in self.fixed.items()}
 
     def start(self, batch: int) -> MemoryState:
         """The memory before the first token."""

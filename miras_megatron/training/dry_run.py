@@ -23,7 +23,7 @@ def describe_run(run: Run, source: str, world_size: int = 1) -> str:
         "layers": f"{run.model.letters}, hidden {run.model.hidden}, {run.model.heads} heads, MLP {run.model.ffn_width}",
         "vocabulary": f"{vocabulary:,} tokens, {run.model.padded_vocab(vocabulary):,} rows",
         "parameters": f"{sizes.parameters:,}, of which embedding {sizes.embedding_parameters:,}",
-        "state": f"{_bytes(sizes.state_bytes)} a sequence, whatever its length",
+        "state": f"{_bytes(sizes.state_bytes)} a sequence, whatever its length{_cache(run)}",
         "ranks": (
             f"{world_size} = {run.data_ranks(world_size)} data x {parallel.tensor} tensor "
             f"x {parallel.pipeline} pipeline x {parallel.context} context"
@@ -42,6 +42,10 @@ def describe_run(run: Run, source: str, world_size: int = 1) -> str:
     }
     notes = [f"note: {warning}" for warning in (*find_warnings(run), *layout_warnings(run))]
     return "\n".join([*(f"{name + ':':<15}{text}" for name, text in rows.items()), *notes])
+
+
+def _cache(run: Run) -> str:
+    return "; full attention's cache grows on top of it" if "a" in run.model.letters else ""
 
 
 def _bytes(count: float) -> str:

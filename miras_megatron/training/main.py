@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.switches["dry-run"]:
             from .dry_run import describe_run
 
-            print(describe_run(command.run, command.source, here.world_size), flush=True)
+            # Alone, a layout of several ranks is sized for the fewest that have it; nothing is started for that.
+            ranks = max(1, command.run.parallel.model_ranks) if here.launcher == "none" else here.world_size
+            print(describe_run(command.run, command.source, ranks), flush=True)
             return 0
         check_run(command.run, command.source, here.world_size)
         return run_training(command.run, command.source)

@@ -13,10 +13,11 @@ DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
 def test_a_dry_run_shows_layout_and_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The command is what a person would type, to be copied into a job script."""
     assert main(["--ranks", "4", "--parallel.tensor=2", DEBUG, "--dry-run"]) == 0
-    layout, line = capsys.readouterr().out.strip().splitlines()
+    layout, memory, line = capsys.readouterr().out.strip().splitlines()
     assert layout == (
         "4 ranks = 2 data x 2 tensor x 1 pipeline x 1 context; 8 rows a step in 1 microbatches of 4 a rank"
     )
+    assert memory.startswith("memory a rank: at least 0.0") and "parameters" in memory
     assert "--nproc-per-node 4 --standalone --no-python" in line
     assert line.endswith(f"miras-train --parallel.tensor=2 {DEBUG}")
 

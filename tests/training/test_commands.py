@@ -103,6 +103,13 @@ def test_the_resolved_configuration_is_printed(tmp_path, capsys):
     assert "steps: 77" in capsys.readouterr().out
 
 
+def test_a_dry_run_sizes_a_layout_that_isnt_started(tmp_path, capsys):
+    """Whoever asks a login node what eight GPUs would hold has one process."""
+    words = [*tiny_config(tmp_path), "--parallel.tensor=2", "--parallel.context=2", "--dry-run"]
+    assert main(words) == 0
+    assert "4 = 1 data x 2 tensor x 1 pipeline x 2 context" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
     """SLURM's time limit must cost no step: exit code 0, a checkpoint, and the next start continues."""
