@@ -124,7 +124,12 @@ LOST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "axis"), [(signal.SIGKILL, "context"), (signal.SIGSTOP, "context"), (signal.SIGSTOP, "pipeline")]
+    ("how", "axis"),
+    [
+        (signal.SIGKILL, "context"),
+        pytest.param(signal.SIGSTOP, "context", marks=pytest.mark.full),
+        (signal.SIGSTOP, "pipeline"),
+    ],
 )
 def test_a_rank_that_is_lost_ends_the_others_with_its_name(tmp_path: Path, how: signal.Signals, axis: str) -> None:
     """Else one dead node keeps all others waiting, and nobody knows which. Three ranks; the last is lost in a step."""
