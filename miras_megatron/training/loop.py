@@ -50,7 +50,7 @@ def train(run: Run, source: str) -> int:
         job = build_job(run, mesh)
         progress = begin(job, start)
         with (
-            claimed(job),
+            claimed(job, start),
             open_log(job, progress) as log,
             listen_for_stop() as stop,
             profile_window(run, mesh.rank) as profiled,
@@ -166,8 +166,8 @@ def begin(job: Job, start: Path | None) -> Progress:
 
 
 @contextmanager
-def claimed(job: Job) -> Iterator[None]:
-    """The run's folder, held by rank 0; touched only when all ranks stand where they go on from.
+def claimed(job: Job, start: Path | None) -> Iterator[None]:
+    """The run's folder, held by rank 0; touched only when all ranks stand where they go on from, `start`.
 
     Raises ValueError on every rank where rank 0 can't have it.
     """
@@ -176,7 +176,7 @@ def claimed(job: Job) -> Iterator[None]:
     with ExitStack() as held:
         if job.mesh.is_main:
             try:
-                held.enter_context(claimed_folder(job.run))
+                held.enter_context(claimed_folder(job.run, start))
             except ValueError as error:
                 refused.append(str(error))
         for line in [line for part in gather_objects(job.mesh, refused) for line in part]:

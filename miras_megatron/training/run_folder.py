@@ -48,10 +48,12 @@ def find_start(run: Run) -> Path | None:
 
 
 @contextmanager
-def claimed_folder(run: Run) -> Iterator[None]:
-    """Make run.dir, hold it against other runs, and write the resolved configuration. Only rank 0, after `find_start`.
+def claimed_folder(run: Run, start: Path | None) -> Iterator[None]:
+    """Make run.dir, hold it against other runs, and write the resolved configuration. Only rank 0.
 
-    Raises ValueError where another run holds it or it can't be written. The system frees it however this one ends.
+    start  what `find_start` said; building a model takes minutes in which another run may have had the folder
+    Raises ValueError where another run holds it or changed it, or it can't be written. The system frees it however
+    this one ends.
     """
     folder = Path(run.run.dir)
     with ExitStack() as held:
@@ -59,6 +61,8 @@ def claimed_folder(run: Run) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(open(folder / LOCK, "a+", encoding="utf-8"))
             _lock(file, folder)
+            if find_start(run) != start:
+                raise ValueError(f"run.dir = {folder}: another run changed it while this one was starting; run again")
             write_atomically(folder / "config.yaml", dump_run(stored_form(run)))
         except OSError as e:
             reason = e.strerror or e

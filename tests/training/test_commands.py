@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -252,8 +253,6 @@ def test_the_folder_of_another_run_is_left_alone(trained_run, tmp_path, capsys, 
 
 def test_fields_that_may_change_on_resume_do(trained_run, tmp_path):
     """More steps, another rate, another rhythm of saving: the same run goes on."""
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(trained_run, copy)
     argv = [str(copy / "config.yaml"), f"--run.dir={copy}", "--training.steps=7", "--optimizer.lr=0.02"]
@@ -269,8 +268,6 @@ def test_fields_that_may_change_on_resume_do(trained_run, tmp_path):
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "config.yaml"])
 def test_a_damaged_checkpoint_is_refused_by_name(trained_run, tmp_path, capsys, name):
     """A flipped bit in 100 GB must not become a slightly worse model; the message names the earlier one."""
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(trained_run, copy)
     path = copy / "checkpoints" / "step_00000006" / name
@@ -346,8 +343,9 @@ def test_one_rank_a_machine_tells_a_wrong_configuration(tmp_path, capsys, monkey
 HOLD = """\
 import sys, time
 from miras_megatron.config.load import load_run
-from miras_megatron.training.run_folder import claimed_folder
-with claimed_folder(load_run(sys.argv[1:])):
+from miras_megatron.training.run_folder import claimed_folder, find_start
+run = load_run(sys.argv[1:])
+with claimed_folder(run, find_start(run)):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -367,6 +365,26 @@ def test_two_runs_dont_write_into_one_folder(tmp_path, capsys, monkeypatch):
     assert code == 2
     assert f"run.dir = {tmp_path / 'run'}: process {other.pid} on {socket.gethostname()} is running there" in error
     assert main(argv) == 0
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_folder_that_another_run_used_meanwhile_is_left_alone(trained_run, tmp_path, capsys, monkeypatch, cut):
+    """A model is built for minutes: a run that began and ended in them lost its configuration and its records."""
+    begin = loop.begin
+
+    def begin_late(job, start):
+        shutil.copytree(trained_run, tmp_path / "run")
+        if cut:
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
+        (tmp_path / "run" / ".lock").unlink()
+        return begin(job, start)
+
+    monkeypatch.setattr(loop, "begin", begin_late)
+    assert main(tiny_config(tmp_path)) == 2
+    wanted = "holds another run" if cut else "another run changed it while this one was starting; run again"
+    assert f"run.dir = {tmp_path / 'run'}: {wanted}" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == (trained_run / "config.yaml").read_bytes()
+    assert learned(tmp_path / "run") == learned(trained_run)
 
 
 @pytest.mark.parametrize(("error", "code"), [(RankLost("rank 0 waited at: saving"), 4), (NotANumber("loss is nan"), 3)])
