@@ -307,6 +307,15 @@ def test_a_run_without_checkpoint_is_refused_by_name(tmp_path, capsys, path):
     assert "Traceback" not in error
 
 
+def test_generating_from_a_checkpoint_without_its_configuration_says_what_is_damaged(trained_run, tmp_path, capsys):
+    """ "No such file: config.yaml" sounds as though the user should have given one."""
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "step_00000006" / "config.yaml").unlink()
+    assert generate.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "damaged checkpoint: " in error and "config.yaml is missing; go on from an earlier one" in error
+
+
 def test_wrong_options_of_generation_are_refused_first(trained_run, tmp_path, capsys):
     """Not after the text was written and the state is lost; a negative temperature would prefer the unlikeliest."""
     assert generate.main([str(trained_run), "--session", str(tmp_path / "no" / "file")]) == 2
