@@ -111,6 +111,23 @@ def test_a_dry_run_sizes_a_layout_that_isnt_started(tmp_path, capsys):
     assert "4 = 1 data x 2 tensor x 1 pipeline x 2 context" in capsys.readouterr().out
 
 
+def test_a_dry_run_reads_the_tokenizer_where_it_is_here(tmp_path, capsys):
+    """A dry run that says all is well, before a run that is refused; but a login node may lack the file."""
+    assert main([*tiny_config(tmp_path, model__vocab_size=100), "--dry-run"]) == 2
+    assert "model.vocab_size = 100: data.tokenizer = 'bytes' has 257 tokens" in capsys.readouterr().err
+    assert main([*tiny_config(tmp_path, model__vocab_size=100, data__tokenizer="not/here.json"), "--dry-run"]) == 0
+    assert "note: data.tokenizer = 'not/here.json': not here, so model.vocab_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [10**14, 10**18, 10**25])
+def test_a_model_that_doesnt_fit_is_told_with_the_way_out(tmp_path, capsys, size):
+    """Somebody's typing error, or a laptop: torch's allocator ends in a traceback of C++ frames."""
+    assert main(tiny_config(tmp_path, model__vocab_size=size)) == 2
+    error = capsys.readouterr().err
+    assert "the model doesn't fit into this rank's memory" in error and "--dry-run says how much" in error
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
     """SLURM's time limit must cost no step: exit code 0, a checkpoint, and the next start continues."""
