@@ -38,10 +38,10 @@ def told_where_memory_is_short() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError, TypeError) as error:
-        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in TOO_LARGE):
+        lines = [line for line in str(error).splitlines() if any(sign in line.lower() for sign in TOO_LARGE)]
+        if not lines and not isinstance(error, MemoryError):
             raise
-        reason = next((line for line in str(error).splitlines() if any(sign in line for sign in TOO_LARGE)), "")
         raise ValueError(
-            f"the model doesn't fit into this rank's memory ({reason or type(error).__name__}); miras-train CONFIG "
+            f"the model doesn't fit into this rank's memory ({(lines or ['MemoryError'])[0]}); miras-train CONFIG "
             f"--dry-run says how much it needs; take a smaller one (model.*), or share it (parallel.tensor, .pipeline)"
         ) from None
