@@ -121,7 +121,10 @@ def _ranges(run: Run) -> Problems:
 def _pattern(run: Run) -> Problems:
     block, pattern, layers = run.model.block, run.model.pattern, run.model.layers
     if block is not None and pattern is not None:
-        yield f"model.block = {block!r} and model.pattern = {pattern!r}: one is shorthand for the other; give one"
+        yield (
+            f"model.block = {block!r} and model.pattern = {pattern!r}: one is shorthand for the other; "
+            "give one, and take the other out with --model.block=null or --model.pattern=null"
+        )
         return
     if not block and not pattern:
         yield f"model.block = null and model.pattern = null: give one; block is {', '.join(BLOCK_PATTERNS)}"

@@ -47,7 +47,8 @@ def test_a_good_run_has_no_problems() -> None:
         ),
         (
             {"model__pattern": "mw"},
-            "model.block = 'mac' and model.pattern = 'mw': one is shorthand for the other; give one",
+            "model.block = 'mac' and model.pattern = 'mw': one is shorthand for the other; give one, and take "
+            "the other out with --model.block=null",
         ),
         ({"model__block": None}, "model.block = null and model.pattern = null: give one"),
         ({"model__block": None, "model__pattern": "mx"}, "model.pattern = 'mx': unknown letter x"),

@@ -158,6 +158,16 @@ def test_an_error_of_a_library_keeps_its_traceback(tmp_path, monkeypatch):
         main(tiny_config(tmp_path))
 
 
+def test_help_says_the_usage_once_and_generation_its_defaults(capsys):
+    """Two usages that differ leave open which holds; and how much is written without --max-new?"""
+    for command in (main, generate.main):
+        with pytest.raises(SystemExit):
+            command(["--help"])
+    train, _, generation = capsys.readouterr().out.partition("usage: miras-generate")
+    assert train.startswith("usage: miras-train CONFIG") and train.count("miras-train CONFIG [") == 1
+    assert generation.count("(default: ") == 6
+
+
 def test_short_names_of_fields():
     """--resume and --init-from, with a space or an equals sign."""
     assert expand_short(["a.yaml", "--resume", "never"]) == ["a.yaml", "--checkpoint.resume=never"]
