@@ -77,6 +77,14 @@ AT_LEAST_ZERO = (
     "logging.gradients_every logging.trace_step logging.profile_start evaluate.every evaluate.position_buckets "
     "training.seed data.seed"
 ).split()
+AT_MOST: dict[str, tuple[int, str]] = {
+    "training.seed": (2**43, "each layer's generator is seeded by a multiple of it, below 2^64"),
+    "data.seed": (2**63 - 1, "it is hashed in 64 bits"),
+    "training.steps": (99_999_999, "checkpoints are named by eight digits"),
+    "data.workers": (1024, "each is a thread of every rank"),
+    "parallel.timeout": (10_000_000, "seconds; that is 116 days"),
+}
+"""Field -> the largest value, and why there is one."""
 FRACTIONS = "memory.lr_init memory.momentum_init optimizer.beta1 optimizer.beta2".split()
 
 
@@ -96,11 +104,11 @@ def _ranges(run: Run) -> Problems:
     for name, number in flatten(run).items():
         if isinstance(number, float) and not isfinite(number):
             yield f"{name} = {number}: must be a finite number"
-    for name in ("training.seed", "data.seed"):
-        if (_value(run, name) or 0) >= 2**63:
-            yield f"{name} = {_value(run, name)}: must be below 2^63"
-    if not run.run.dir:
-        yield "run.dir = '': must name a folder, such as runs/mine"
+    for name, (most, reason) in AT_MOST.items():
+        if (value := _value(run, name)) is not None and value > most:
+            yield f"{name} = {value}: must be at most {most} ({reason})"
+    if not run.run.dir or "\0" in run.run.dir:
+        yield f"run.dir = {run.run.dir!r}: must name a folder, such as runs/mine"
     for names, holds, text in rules:
         for name in names:
             value = _value(run, name)
@@ -113,7 +121,10 @@ def _ranges(run: Run) -> Problems:
 def _pattern(run: Run) -> Problems:
     block, pattern, layers = run.model.block, run.model.pattern, run.model.layers
     if block is not None and pattern is not None:
-        yield f"model.block = {block!r} and model.pattern = {pattern!r}: one is shorthand for the other; give one"
+        yield (
+            f"model.block = {block!r} and model.pattern = {pattern!r}: one is shorthand for the other; "
+            "give one, and take the other out with --model.block=null or --model.pattern=null"
+        )
         return
     if not block and not pattern:
         yield f"model.block = null and model.pattern = null: give one; block is {', '.join(BLOCK_PATTERNS)}"

@@ -92,8 +92,12 @@ def type_in_words(hint: Any) -> str:
 
 
 def help_text(prog: str, description: str, switches: Mapping[str, str]) -> str:
-    """What --help prints: usage, switches, and every field with type, default and meaning."""
-    lines = [f"usage: {prog} CONFIG [--section.field=value ...]", "", description, "", "switches:"]
+    """What --help prints: usage, switches, and every field with type, default and meaning.
+
+    A description that opens with `prog` and what may follow it says the usage itself.
+    """
+    usage = [] if description.startswith(f"{prog} ") else [f"{prog} CONFIG [--section.field=value ...]", ""]
+    lines = ["usage: " + "\n".join([*usage, description]), "", "switches:"]
     shown = {"help": "prints this", "print_config": "prints the whole resolved configuration as YAML"} | dict(switches)
     lines += [f"  --{name:<14} {text}" for name, text in shown.items()]
     lines += ["", "fields (in CONFIG as YAML sections; here as overrides, which win wherever they stand):"]

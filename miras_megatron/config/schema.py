@@ -7,6 +7,7 @@ closed-form sizes in `sizes`. Imports the standard library only: a login node wi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
+from math import inf
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -249,10 +250,10 @@ class Data:
     @property
     def split_shares(self) -> tuple[float, float, float]:
         """Shares of documents for training, validation, test; sum 1."""
-        parts = [float(x) for x in self.split.split(",")]
-        parts += [0.0] * (3 - len(parts))
+        words = self.split.split(",")
+        parts = [float(x) if _is_number(x) else -1.0 for x in words] + [0.0] * (3 - len(words))
         total = sum(parts)
-        if len(parts) != 3 or min(parts) < 0 or total <= 0:
+        if len(parts) != 3 or not all(share >= 0 for share in parts) or not 0 < total < inf:
             raise ValueError('must be three shares of at least 0 such as "99,1,0"')
         return (parts[0] / total, parts[1] / total, parts[2] / total)
 
@@ -266,12 +267,14 @@ def blend(entries: str | list[str]) -> list[tuple[float, str]]:
     for entry in [entries] if isinstance(entries, str) else entries:
         first, _, rest = entry.strip().partition(" ")
         weight, prefix = (float(first), rest.strip()) if rest and _is_number(first) else (1.0, entry.strip())
-        if weight <= 0 or not prefix:
+        if not 0 < weight < inf or not prefix:
             raise ValueError(f'entry {entry!r}: must be "weight prefix" with a weight above 0')
         pairs.append((weight, prefix))
     if not pairs:
         raise ValueError("must name at least one prefix")
     total = sum(weight for weight, _ in pairs)
+    if total == inf:
+        raise ValueError("weights add up to more than a number holds; give smaller ones")
     return [(weight / total, prefix) for weight, prefix in pairs]
 
 

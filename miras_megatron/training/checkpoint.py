@@ -122,6 +122,8 @@ def load_weights(job: Job, folder: Path) -> Progress:
 
 def saved_run(folder: Path) -> Run:
     """The configuration a checkpoint was written under. Raises ValueError naming the file."""
+    if not (folder / "config.yaml").is_file():
+        refuse_damaged(folder, [f"{folder / 'config.yaml'} is missing"])
     return load_run([str(folder / "config.yaml")])
 
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ FORMAT = 1
 """Version of everything written here; a reader refuses a newer one."""
 
 MANIFEST, LATEST = "manifest.json", "latest"
+
+NEEDED = (".metadata", "common.pt", "config.yaml")
+"""Files of every checkpoint, beside those of the tensors, __*; a manifest that leaves one out checks nothing."""
 
 METADATA_CLASSES = {
     "torch": {
@@ -87,13 +91,22 @@ def complete_checkpoints(run_dir: Path | str) -> list[Path]:
 
 def latest_checkpoint(run_dir: Path | str) -> Path | None:
     """The checkpoint that `latest` names, else the newest complete one, else None."""
-    pointer = folder_of(run_dir) / LATEST
-    if pointer.is_file():
-        named = pointer.parent / pointer.read_text(encoding="utf-8").strip()
-        if (named / MANIFEST).is_file():
-            return named
+    folder = folder_of(run_dir)
+    named = folder / _named_latest(folder)
+    if named != folder and (named / MANIFEST).is_file():
+        return named
     found = complete_checkpoints(run_dir)
     return found[-1] if found else None
+
+
+def _named_latest(folder: Path) -> str:
+    """The name in `latest`; empty where there is none: the pointer is a convenience, whatever became of it."""
+    try:
+        with open(folder / LATEST, encoding="utf-8") as file:
+            name = file.read(64).strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return name if re.fullmatch(r"step_\d+", name) else ""
 
 
 def find_checkpoint(path: Path | str, field: str) -> Path:
@@ -190,7 +203,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder}: checkpoint format {version}, this version reads up to {FORMAT}; update miras-megatron"
         )
+    _refuse_gaps(folder, manifest["files"])
     return manifest
+
+
+def _refuse_gaps(folder: Path, files: dict[str, Any]) -> None:
+    """Raise ValueError where a manifest of our own format names no file to compare, or nothing to compare it with."""
+    for name, entry in files.items():
+        if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+            raise _damaged(folder, MANIFEST, f"doesn't say what {name} was when it was written")
+    missing = [name for name in NEEDED if name not in files]
+    missing += [] if any(name.startswith("__") for name in files) else ["__0_0.distcp"]
+    if missing:
+        raise _damaged(folder, MANIFEST, f"doesn't name {', '.join(missing)}")
 
 
 def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -286,7 +311,7 @@ def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:
     with _no_extra_globals():
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
+        except Exception as e:  # over a file of another kind torch's reader stumbles by whatever error comes
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise ValueError(f"{path}: can't be read as tensors and plain values: {first}") from None
     if not isinstance(content, dict):

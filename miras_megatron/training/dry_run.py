@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import sizes_of
 from ..parallel.layout import decide_layout, layout_warnings
-from .tokenizer import load_tokenizer
+from .tokenizer import with_vocabulary
 
 
 def describe_run(run: Run, source: str, world_size: int = 1) -> str:
     """Sizes of `run` on `world_size` ranks. Raises ConfigError with every problem, ValueError for a tokenizer."""
     check_run(run, source, world_size)
-    vocabulary = run.model.vocab_size or load_tokenizer(run.data.tokenizer).vocab_size
+    vocabulary, unread = _vocabulary(run)
     parallel, layout = run.parallel, decide_layout(run)
     sizes = sizes_of(replace(run, parallel=replace(parallel, pieces=layout.pieces)), vocabulary, world_size)
     operations = sizes.flops_per_token
@@ -41,7 +42,17 @@ def describe_run(run: Run, source: str, world_size: int = 1) -> str:
         "operations": f"{operations:.3g} a token, {operations * sizes.tokens_per_step:.3g} a step",
     }
     notes = [f"note: {warning}" for warning in (*find_warnings(run), *layout_warnings(run))]
-    return "\n".join([*(f"{name + ':':<15}{text}" for name, text in rows.items()), *notes])
+    return "\n".join([*(f"{name + ':':<15}{text}" for name, text in rows.items()), *notes, *unread])
+
+
+def _vocabulary(run: Run) -> tuple[int, list[str]]:
+    """The model's tokens, and a note where model.vocab_size had to be believed: a login node may lack the tokenizer."""
+    given, name = run.model.vocab_size, run.data.tokenizer
+    if given is not None and name != "bytes" and not Path(name).exists():
+        return given, [f"note: data.tokenizer = {name!r}: not here, so model.vocab_size = {given} is believed"]
+    fitting = with_vocabulary(run).model.vocab_size
+    assert fitting is not None
+    return fitting, []
 
 
 def _cache(run: Run) -> str:

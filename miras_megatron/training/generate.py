@@ -27,7 +27,7 @@ from .checkpoint import load_weights, saved_run
 from .checkpoint_folder import find_checkpoint, read_manifest
 from .job import Job
 from .main import said_by_us
-from .process import settle_process
+from .process import settle_process, told_where_memory_is_short
 from .session import Session
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -74,7 +74,8 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
     with core_without_cuda(), ParallelMesh(run.parallel) as mesh:
         mesh.seed(run.training.seed)
         settle_process(run, mesh)
-        model = build_model(run, mesh)
+        with told_where_memory_is_short():
+            model = build_model(run, mesh)
         load_weights(Job(run, mesh, tokenizer, model, model.config), folder)
         yield OpenedModel(model.eval(), tokenizer, _name(folder))
 
@@ -163,14 +164,29 @@ def _parser() -> argparse.ArgumentParser:
         prog="miras-generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN", help="a run folder or one of its checkpoints")
-    parser.add_argument("--prompt", default="", help='text to go on from; "-" reads it from standard input')
-    parser.add_argument("--max-new", type=_at_least(0), default=200, metavar="N", help="tokens to write at most")
-    parser.add_argument("--temperature", type=_temperature, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument(
-        "--top-k", type=_at_least(0), default=0, metavar="K", help="draw from the K likeliest; 0 = from all"
+        "--prompt", default="", help='text to go on from; "-" reads it from standard input (default: none)'
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
-    parser.add_argument("--session", metavar="FILE", help="take up the state from FILE, and save it there")
+    parser.add_argument(
+        "--max-new", type=_at_least(0), default=200, metavar="N", help="tokens to write at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        help="0 always takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=_at_least(0),
+        default=0,
+        metavar="K",
+        help="draw from the K likeliest; 0 = from all (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+    parser.add_argument(
+        "--session", metavar="FILE", help="take up the state from FILE, and save it there (default: no file)"
+    )
     return parser
 
 

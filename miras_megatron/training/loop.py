@@ -27,12 +27,13 @@ from .job import Job
 from .metrics import RunLog, StepReport, board_class, device_peak_tflops
 from .needles import plant_needles
 from .optimizer import make_optimizer, wrap_model
-from .process import settle_process
+from .process import settle_process, told_where_memory_is_short
 from .profile import profile_window
 from .run_folder import claimed_folder, find_start
 from .step import train_step
 from .stop import listen_for_stop
 from .tokenizer import load_tokenizer
+from .tokenizer import with_vocabulary as with_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def train(run: Run, source: str) -> int:
         job = build_job(run, mesh)
         progress = begin(job, start)
         with (
-            claimed(job),
+            claimed(job, start),
             open_log(job, progress) as log,
             listen_for_stop() as stop,
             profile_window(run, mesh.rank) as profiled,
@@ -110,18 +111,6 @@ def validates(run: Run) -> bool:
     return run.data.validation is not None or run.data.split_shares[1] > 0
 
 
-def with_vocabulary(run: Run) -> Run:
-    """The run with model.vocab_size filled in from the tokenizer. Raises ValueError where they don't fit."""
-    size = load_tokenizer(run.data.tokenizer).vocab_size
-    given = run.model.vocab_size
-    if given is not None and given < size:
-        raise ValueError(
-            f"model.vocab_size = {given}: data.tokenizer = {run.data.tokenizer!r} has {size} tokens; "
-            f"set it to null or to at least {size}"
-        )
-    return replace(run, model=replace(run.model, vocab_size=given or size))
-
-
 def build_job(run: Run, mesh: ParallelMesh) -> Job:
     """Model, optimizer and data of this rank. Raises ValueError naming field or file."""
     refuse_ordered_where_states_cannot_be_carried(run)
@@ -133,9 +122,10 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     validation = validation_batches(run, tokenizer, mesh) if validates(run) else None
     mesh.seed(run.training.seed)
     settle_process(run, mesh)
-    model = build_model(run, mesh)
-    trained = wrap_model(model, model.config, distributed=run.optimizer.distributed)
-    optimizer = make_optimizer(run, trained, model.config)
+    with told_where_memory_is_short():
+        model = build_model(run, mesh)
+        trained = wrap_model(model, model.config, distributed=run.optimizer.distributed)
+        optimizer = make_optimizer(run, trained, model.config)
     return Job(run, mesh, tokenizer, model, model.config, trained, optimizer, feed, validation)
 
 
@@ -166,8 +156,8 @@ def begin(job: Job, start: Path | None) -> Progress:
 
 
 @contextmanager
-def claimed(job: Job) -> Iterator[None]:
-    """The run's folder, held by rank 0; touched only when all ranks stand where they go on from.
+def claimed(job: Job, start: Path | None) -> Iterator[None]:
+    """The run's folder, held by rank 0; touched only when all ranks stand where they go on from, `start`.
 
     Raises ValueError on every rank where rank 0 can't have it.
     """
@@ -176,7 +166,7 @@ def claimed(job: Job) -> Iterator[None]:
     with ExitStack() as held:
         if job.mesh.is_main:
             try:
-                held.enter_context(claimed_folder(job.run))
+                held.enter_context(claimed_folder(job.run, start))
             except ValueError as error:
                 refused.append(str(error))
         for line in [line for part in gather_objects(job.mesh, refused) for line in part]:

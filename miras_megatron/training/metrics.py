@@ -193,10 +193,10 @@ def console_line(report: StepReport, steps: int, pace: float) -> str:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Keep the records of `path` up to `step`; a last line that a kill cut short goes too. Whole or not at all."""
+    """Keep the records of `path` up to `step`; lines that are no record go too. Whole or not at all."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if _step_of(line) <= step]
     part = path.with_suffix(".part")
     part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(part, path)
@@ -205,7 +205,7 @@ def drop_after(path: Path, step: int) -> None:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
 
 

@@ -4,7 +4,8 @@ It trains on two ranks that share every row, after one rank alone has taken the 
 
     python -m miras_megatron.training.quickstart [CONFIG] [--section.field=value ..]
 
-Everything lies in run.dir: the run itself, summary.json (all that is printed) and quickstart.png. A second call
+Everything lies in run.dir: the run itself, summary.json (the figures and the text
+that are printed) and quickstart.png (loss and retrieval). A second call
 goes on from the checkpoint, so it only shows again.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.load import parse_command_line
 from ..config.schema import Run
@@ -65,7 +66,7 @@ def is_trained(run: Run) -> bool:
 def show(run: Run, seconds: float) -> None:
     """Measure the trained model, print it, and write summary.json and the picture. `seconds`: training's wall time."""
     folder = Path(run.run.dir)
-    print("\nmeasuring: text it hasn't seen, and needles over growing lengths (a minute or so) ..", flush=True)
+    print("\nmeasuring: text it hasn't seen, and needles over growing lengths (minutes) ..", flush=True)
     with open_model(folder) as opened:
         summary = measure(opened.model, run) | pace(folder) | {"train_seconds": round(seconds, 1)}
         sample = write_sample(opened.model, summary)
@@ -77,23 +78,37 @@ def show(run: Run, seconds: float) -> None:
 def measure(model: nn.Module, run: Run) -> dict[str, Any]:
     """All figures of the summary that come from the model and the text."""
     seen, unseen = held_out_text(run, "train"), held_out_text(run, "validation")
-    factors, samples = run.evaluate.needle_lengths, run.evaluate.needle_samples
-    scores = score_lengths(model, run, unseen, factors, samples=samples)
-    short = [factor for factor in factors if factor <= 16]
-    zeroed = score_lengths(model, run, unseen, short, samples=samples, zero_reads=True)
+    factors = run.evaluate.needle_lengths
+    bits = stream_bits_per_byte(model, unseen)
+    print(f"  unseen text: {bits:.3f} bits per byte", flush=True)
+    scores = ask(model, run, unseen, factors)
+    zeroed = ask(model, run, unseen, [factor for factor in factors if factor <= 16], zero_reads=True)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "bits_per_byte": stream_bits_per_byte(model, unseen),
+        "bits_per_byte": bits,
         "unigram_bits_per_byte": unigram_bits_per_byte(seen, unseen),
         "gzip_bits_per_byte": gzip_bits_per_byte(unseen),
         "sequence_length": run.data.sequence_length,
         "attention_segment": run.model.segment,
         "needle_accuracy": {str(factor): score.accuracy for factor, score in scores.items()},
         "needle_accuracy_zeroed": {str(factor): score.accuracy for factor, score in zeroed.items()},
-        "needle_samples": samples,
+        "needle_samples": run.evaluate.needle_samples,
         "chance": next(iter(scores.values())).chance,
         "needles": [_plain(score) for score in scores.values()],
     }
+
+
+def ask(
+    model: nn.Module, run: Run, text: Tensor, factors: list[int], *, zero_reads: bool = False
+) -> dict[int, NeedleScore]:
+    """The score of each length, told as soon as it is there: together they take minutes."""
+    scores: dict[int, NeedleScore] = {}
+    for factor in factors:
+        samples = run.evaluate.needle_samples
+        scores |= score_lengths(model, run, text, [factor], samples=samples, zero_reads=zero_reads)
+        reads = ", memory reads zeroed" if zero_reads else ""
+        print(f"  needles at {factor}x training length{reads}: {scores[factor].accuracy:.1%} answered", flush=True)
+    return scores
 
 
 def _plain(score: NeedleScore) -> dict[str, Any]:
@@ -108,7 +123,7 @@ def pace(folder: Path) -> dict[str, Any]:
 
 
 def write_sample(model: nn.Module, summary: dict[str, Any]) -> str:
-    """Text that goes on from a prompt; puts the bytes of the stream's state into the summary."""
+    """Text that goes on from a prompt; puts it and the bytes of the stream's state into the summary."""
     tokenizer, session = ByteTokenizer(), Session()
     ids = stream_tokens(
         model,
@@ -121,7 +136,7 @@ def write_sample(model: nn.Module, summary: dict[str, Any]) -> str:
         vocab_size=tokenizer.vocab_size,
     )
     text = PROMPT + tokenizer.decode(ids)
-    summary["state_bytes"] = session.state_bytes
+    summary |= {"state_bytes": session.state_bytes, "text": text}
     return "It writes:\n  " + text.replace("\n", "\n  ")
 
 
@@ -156,7 +171,7 @@ def places(folder: Path, picture: Path | None) -> str:
     return "\n".join(
         [
             f"Everything lies in {folder}:",
-            f"  {folder / 'summary.json'}   these figures",
+            f"  {folder / 'summary.json'}   these figures and this text",
             f"  {drawn}   loss and retrieval",
             f"  {folder / 'metrics.jsonl'}, {folder / 'tb'}   every step, with the memories' inner loop",
             f"  {folder / 'checkpoints'}   go on:  miras-generate {folder} --prompt 'Emma '",

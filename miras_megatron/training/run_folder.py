@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from stat import S_IFDIR, S_ISDIR
 from typing import TextIO
 
 from ..config.describe import dump_run
@@ -17,6 +18,10 @@ from .lock import Held, take_lock
 
 TRACES = ("config.yaml", "metrics.jsonl", "checkpoints")
 """What a run leaves in its folder."""
+
+FILES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "gradients.jsonl")
+FOLDERS = ("checkpoints", "tb")
+"""What a run opens in its folder without asking again."""
 
 LOCK = ".lock"
 PATIENCE = 5.0
@@ -31,6 +36,7 @@ def find_start(run: Run) -> Path | None:
     Raises ValueError where run.dir holds another run, or the named checkpoint isn't there. Writes nothing.
     """
     folder, resume = Path(run.run.dir), run.checkpoint.resume
+    _refuse_what_stands_in_the_way(folder)
     traces = [name for name in TRACES if (folder / name).exists()]
     if resume == "never":
         if traces:
@@ -48,10 +54,12 @@ def find_start(run: Run) -> Path | None:
 
 
 @contextmanager
-def claimed_folder(run: Run) -> Iterator[None]:
-    """Make run.dir, hold it against other runs, and write the resolved configuration. Only rank 0, after `find_start`.
+def claimed_folder(run: Run, start: Path | None) -> Iterator[None]:
+    """Make run.dir, hold it against other runs, and write the resolved configuration. Only rank 0.
 
-    Raises ValueError where another run holds it or it can't be written. The system frees it however this one ends.
+    start  what `find_start` said; building a model takes minutes in which another run may have had the folder
+    Raises ValueError where another run holds it or changed it, or it can't be written. The system frees it however
+    this one ends.
     """
     folder = Path(run.run.dir)
     with ExitStack() as held:
@@ -59,6 +67,8 @@ def claimed_folder(run: Run) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(open(folder / LOCK, "a+", encoding="utf-8"))
             _lock(file, folder)
+            if find_start(run) != start:
+                raise ValueError(f"run.dir = {folder}: another run changed it while this one was starting; run again")
             write_atomically(folder / "config.yaml", dump_run(stored_form(run)))
         except OSError as e:
             reason = e.strerror or e
@@ -80,6 +90,27 @@ def _lock(file: TextIO, folder: Path) -> None:
 def stored_form(run: Run) -> Run:
     """The run as its folder and its checkpoints keep it: started from there again it goes on from the latest."""
     return replace(run, checkpoint=replace(run.checkpoint, resume="auto"))
+
+
+def _refuse_what_stands_in_the_way(folder: Path) -> None:
+    """Raise ValueError for a path that can't be, and where a folder lies in a file's place or a file in a folder's."""
+    try:
+        if (mode := _mode(folder)) and not S_ISDIR(mode):
+            raise _occupied(folder, "is no folder")
+        wrong = [f"{folder / name} is a folder" for name in FILES if S_ISDIR(_mode(folder / name))]
+        wrong += [f"{folder / name} is no folder" for name in FOLDERS if not S_ISDIR(_mode(folder / name) or S_IFDIR)]
+    except OSError as e:
+        raise ValueError(f"run.dir = {folder}: can't be read ({e.strerror or e}); choose another folder") from None
+    if wrong:
+        raise _occupied(folder, f"a run can't write there ({', '.join(wrong)})")
+
+
+def _mode(path: Path) -> int:
+    """What lies at `path`, as stat says it; 0: nothing."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return 0
 
 
 def _refuse_another(folder: Path, run: Run) -> None:

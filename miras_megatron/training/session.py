@@ -18,6 +18,7 @@ from .checkpoint_folder import read_plain
 
 SESSION_FORMAT = 1
 KEYS = ("format", "model", "layout", "tensors", "tokens", "pending")
+WAY_OUT = "name another --session, or remove the file to start a new one"
 
 
 @dataclass
@@ -68,14 +69,23 @@ class Session:
     def load(cls, path: Path | str, model: str, device: torch.device | str = "cpu") -> Session:
         """Read a session of `model`. Raises ValueError where it belongs to another or can't be read."""
         stored = read_plain(Path(path), KEYS)
-        if stored.get("format") != SESSION_FORMAT:
-            raise ValueError(f"{path}: session format {stored.get('format')}; this version reads {SESSION_FORMAT}")
+        missing = [name for name in KEYS if name not in stored]
+        if missing:
+            raise ValueError(f"{path}: no session, {', '.join(missing)} missing; {WAY_OUT}")
+        if stored["format"] != SESSION_FORMAT:
+            raise ValueError(f"{path}: session format {stored['format']}; this version reads {SESSION_FORMAT}")
         if stored["model"] != model:
             raise ValueError(
                 f"{path}: a session of {stored['model']}, not of {model}; name that checkpoint, or another --session"
             )
-        states = unpack_states(stored["layout"], stored["tensors"])
-        return cls(move_states(states, device), int(stored["tokens"]), tuple(stored["pending"]))
+        try:
+            states = unpack_states(stored["layout"], stored["tensors"])
+            return cls(move_states(states, device), int(stored["tokens"]), tuple(map(int, stored["pending"])))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+            reason = f"{type(e).__name__}: {e}"
+            raise ValueError(
+                f"{path}: damaged session, its state can't be put together ({reason}); {WAY_OUT}"
+            ) from None
 
 
 def move_states(states: Any, device: torch.device | str) -> Any:

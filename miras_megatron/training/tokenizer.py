@@ -10,8 +10,11 @@ import codecs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from ..config.schema import Run
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<|eod|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
 
@@ -153,6 +156,18 @@ def load_tokenizer(name: str, eod: str | None = None) -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     return JsonTokenizer(path, eod)
+
+
+def with_vocabulary(run: Run) -> Run:
+    """The run with model.vocab_size filled in from the tokenizer. Raises ValueError where they don't fit."""
+    size = load_tokenizer(run.data.tokenizer).vocab_size
+    given = run.model.vocab_size
+    if given is not None and given < size:
+        raise ValueError(
+            f"model.vocab_size = {given}: data.tokenizer = {run.data.tokenizer!r} has {size} tokens; "
+            f"set it to null or to at least {size}"
+        )
+    return replace(run, model=replace(run.model, vocab_size=given or size))
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, path: str | Path, eod: str = "<|endoftext|>") -> JsonTokenizer:

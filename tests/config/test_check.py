@@ -33,8 +33,13 @@ def test_a_good_run_has_no_problems() -> None:
     ("fields", "line"),
     [
         ({"optimizer__lr": float("inf")}, "optimizer.lr = inf: must be a finite number"),
-        ({"training__seed": 2**63}, "training.seed = 9223372036854775808: must be below 2^63"),
+        ({"training__seed": 2**63 - 1}, "training.seed = 9223372036854775807: must be at most 8796093022208 (each"),
+        ({"data__seed": 2**63}, "data.seed = 9223372036854775808: must be at most 9223372036854775807"),
+        ({"training__steps": 10**23}, "training.steps = 100000000000000000000000: must be at most 99999999 (checkp"),
+        ({"data__workers": 10**8}, "data.workers = 100000000: must be at most 1024 (each is a thread"),
+        ({"parallel__timeout": 1e18}, "parallel.timeout = 1e+18: must be at most 10000000 (seconds"),
         ({"run__dir": ""}, "run.dir = '': must name a folder, such as runs/mine"),
+        ({"run__dir": "a\0b"}, r"run.dir = 'a\x00b': must name a folder"),
         ({"memory__options": {"name": "x"}}, "memory.options.name: has a field of its own; set memory.rule"),
         (
             {"model__block": "mal", "model__layers": 3},
@@ -42,7 +47,8 @@ def test_a_good_run_has_no_problems() -> None:
         ),
         (
             {"model__pattern": "mw"},
-            "model.block = 'mac' and model.pattern = 'mw': one is shorthand for the other; give one",
+            "model.block = 'mac' and model.pattern = 'mw': one is shorthand for the other; give one, and take "
+            "the other out with --model.block=null",
         ),
         ({"model__block": None}, "model.block = null and model.pattern = null: give one"),
         ({"model__block": None, "model__pattern": "mx"}, "model.pattern = 'mx': unknown letter x"),
@@ -76,8 +82,15 @@ def test_a_good_run_has_no_problems() -> None:
         ({"memory__lr_init": 1.0}, "memory.lr_init = 1.0: must be between 0 and 1"),
         ({"memory__horizon_spread": 0.5}, "memory.horizon_spread = 0.5: must be at least 1"),
         ({"memory__horizon": 0.0}, "memory.horizon = 0.0: must be above 0, or null"),
-        ({"data__split": "1,2,x"}, "data.split = '1,2,x': "),
-        ({"data__train": ["0 a"]}, "data.train = ['0 a']: entry '0 a'"),
+        *(
+            ({"data__split": text}, f"data.split = {text!r}: must be three shares of at least 0 such as")
+            for text in ("1,2,x", "nan,1,1", "inf,1,1", "1e308,1e308", "", "0,0,0", "1,2,3,4")
+        ),
+        *(
+            ({"data__train": [f"{weight} a"]}, f"data.train = ['{weight} a']: entry '{weight} a'")
+            for weight in ("0", "nan", "inf", "-1")
+        ),
+        ({"data__train": ["1e308 a", "1e308 b"]}, "data.train = ['1e308 a', '1e308 b']: weights add up to"),
         ({"data__needles": Needles(alphabet="00")}, "data.needles.alphabet = '00'"),
         ({"data__needles": Needles(per_row=99)}, "data.needles.per_row = 99: needles and questions take 792 tokens"),
         (

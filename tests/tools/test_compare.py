@@ -10,6 +10,7 @@ import pytest
 from helpers.tiny_run import tiny_config, train_here
 from helpers.worlds import run_world
 from miras_tools import compare
+from miras_tools.compare_runs import read_run
 from miras_tools.compare_verdict import LOSS, NORM, PARAMETER, TOLERANCES, Bound, judge
 
 from miras_megatron.training.main import main as train
@@ -203,6 +204,27 @@ def test_bad_input_is_one_message_with_the_file_and_the_way_out(
         assert compare.main(argv) == 2, argv
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [({"loss": "a"}, "loss"), ({"loss": None}, "loss"), ({"step": "1"}, "step"), ({"grad_norm": {}}, "grad_norm")],
+)
+def test_what_is_no_number_is_named_with_file_and_line(
+    tmp_path: Path, changed: dict[str, Any], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "could not convert string to float: 'a'" sends nobody to line 2."""
+    first, second = curve(2.0, 1.0)
+    a, b = write(tmp_path / "a", [first, second]), write(tmp_path / "b", [first, second | changed])
+    assert compare.main([a, b, "--kind", "bf16"]) == 2
+    assert f"{b}/metrics.jsonl: line 2: {name} is no number" in capsys.readouterr().err
+
+
+def test_a_gradient_that_is_no_number_is_named_with_file_and_line(tmp_path: Path) -> None:
+    """The other file of a run."""
+    a = write(tmp_path / "a", curve(2.0), {1: {"w": "x"}})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"gradients.jsonl: line 1: gradients is no number"):
+        read_run(a)
 
 
 @pytest.mark.parametrize("argv", [[], ["a"], ["a", "b", "--steps", "0"], ["a", "b", "--kind", "fp8"]])

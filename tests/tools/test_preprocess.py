@@ -254,6 +254,23 @@ def test_a_bpe_is_trained_stored_and_used(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "p_text_document.bin").read_bytes() == (tmp_path / "o_text_document.bin").read_bytes()
 
 
+def test_half_a_character_becomes_the_replacement_character(tmp_path: Path) -> None:
+    """JSON can spell it, UTF-8 can't hold it: bits per byte divide by the bytes that are there, not by others."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\\ud800b"}\n')
+    assert run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--workers", 1) == 0
+    assert documents(tmp_path / "o") == ["a\ufffdb"]
+    manifest = read_manifest(tmp_path / "o_text_document")
+    assert manifest is not None and (manifest.tokens, manifest.text_bytes) == (6, 5)
+
+
+def test_the_next_command_of_one_document_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A single book can't be shared out: the command that was shown was refused."""
+    for texts, split in ((TEXTS[:1], True), (TEXTS, False)):
+        source = write_jsonl(tmp_path / f"{len(texts)}.jsonl", texts)
+        assert run("--input", source, "--output-prefix", tmp_path / source.stem, "--workers", 1) == 0
+        assert capsys.readouterr().out.rstrip().endswith("--data.tokenizer=bytes --data.split=100,0,0") == split
+
+
 def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes and lengths before a night's work."""
     source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, ""])
@@ -281,6 +298,7 @@ BAD: dict[str, tuple[str, bytes, list[str], str]] = {
         r"a.jsonl, line 1: has no 'text' but body; name the field with --text-key",
     ),
     "no completion": ("a.jsonl", b'{"prompt": "a"}', [], r"line 1: has no 'completion' but prompt"),
+    "nested": ("a.jsonl", b'{"text": ' + b"[" * 99_999 + b"}\n", [], r"line 1: nested too deep to be read; correct"),
     "number": ("a.jsonl", b'{"text": 3}', [], r"line 1: 'text' is int, not text"),
     "latin-1": ("a.txt", "caf\xe9 noir".encode("latin-1"), [], r"a.txt: not UTF-8 near byte \d"),
     "latin-1 jsonl": ("a.jsonl", b'{"text": "caf\xe9"}', [], r"line 1: not UTF-8"),
@@ -340,6 +358,10 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.Capture
     [
         ([], "--input is required"),
         (["--input", "a"], "--output-prefix is required"),
+        (
+            ["--input", "a", "--output-prefix", "data/"],
+            "--output-prefix data/: a folder; add a name, such as data/book",
+        ),
         (["--input", "a", "--dry-run", "--train-bpe", "5"], "257 or more"),
         (["--input", "a", "--dry-run", "--workers", "0"], "--workers 0: 1 or more"),
     ],

@@ -1,6 +1,7 @@
 """Checkpoints as files: whole or absent, checked, and never running anybody's code."""
 
 import io
+import json
 import os
 import pickle
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from miras_megatron.training.checkpoint_folder import (
+    NEEDED,
     _IndexReader,
     complete_checkpoints,
     damaged_files,
@@ -31,8 +33,9 @@ def nothing():
 
 def save(run_dir, step, content="weights"):
     with new_checkpoint(run_dir, step, 0, nothing) as folder:
-        (folder / "data").write_text(content)
-        write_manifest(folder, step, {"data": describe(folder / "data")})
+        for name in ("data", "__0_0.distcp", *NEEDED):
+            (folder / name).write_text(content)
+        write_manifest(folder, step, {path.name: describe(path) for path in folder.iterdir()})
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
@@ -70,6 +73,15 @@ def test_latest_may_be_lost(tmp_path):
     pointer.write_text("step_00000099\n")
     assert latest_checkpoint(tmp_path).name == "step_00000010"
     pointer.unlink()
+    assert latest_checkpoint(tmp_path).name == "step_00000010"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"x" * 5000, b"../step_00000005", b"", b"step_5\x00"])
+def test_a_latest_that_names_nothing_is_passed_over(tmp_path, content):
+    """A run with whole checkpoints ended in a traceback over one broken pointer, or left its folder by it."""
+    for step in (5, 10):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / "latest").write_bytes(content)
     assert latest_checkpoint(tmp_path).name == "step_00000010"
 
 
@@ -131,6 +143,25 @@ def test_a_newer_format_is_refused(tmp_path):
         read_manifest(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda files: files.clear(), r"manifest.json doesn't name .metadata, common.pt, config.yaml, __0_0.distcp;"),
+        (lambda files: files.pop("__0_0.distcp"), r"manifest.json doesn't name __0_0.distcp;"),
+        (lambda files: files["data"].pop("bytes"), r"manifest.json doesn't say what data was"),
+        (lambda files: files.update(data=7), r"manifest.json doesn't say what data was"),
+    ],
+)
+def test_a_manifest_that_checks_nothing_is_refused(tmp_path, change, message):
+    """With an empty list of files any weights passed for verified."""
+    folder = save(tmp_path, 5)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest["files"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=message):
+        damaged_files(folder)
+
+
 def test_the_index_runs_nobodys_code(tmp_path):
     """torch reads it by pickle.load: a checkpoint from a stranger could do anything."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb()))
@@ -161,9 +192,10 @@ def test_the_common_state_is_plain_values_with_known_names(tmp_path, monkeypatch
         torch.save({"step": trap}, path)
         with pytest.raises(ValueError, match="can't be read as tensors and plain values"):
             read_plain(path, ("step",))
-    path.write_bytes(b"no checkpoint")
-    with pytest.raises(ValueError, match="can't be read"):
-        read_plain(path, ("step",))
+    for content in (b"no checkpoint", b"Once upon a time\n", b"", b"hello world, " * 99):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="common.pt: can't be read"):
+            read_plain(path, ("step",))
     assert torch.serialization.get_safe_globals()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -110,6 +111,23 @@ def test_a_dry_run_sizes_a_layout_that_isnt_started(tmp_path, capsys):
     assert "4 = 1 data x 2 tensor x 1 pipeline x 2 context" in capsys.readouterr().out
 
 
+def test_a_dry_run_reads_the_tokenizer_where_it_is_here(tmp_path, capsys):
+    """A dry run that says all is well, before a run that is refused; but a login node may lack the file."""
+    assert main([*tiny_config(tmp_path, model__vocab_size=100), "--dry-run"]) == 2
+    assert "model.vocab_size = 100: data.tokenizer = 'bytes' has 257 tokens" in capsys.readouterr().err
+    assert main([*tiny_config(tmp_path, model__vocab_size=100, data__tokenizer="not/here.json"), "--dry-run"]) == 0
+    assert "note: data.tokenizer = 'not/here.json': not here, so model.vocab_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [10**14, 10**18, 10**25])
+def test_a_model_that_doesnt_fit_is_told_with_the_way_out(tmp_path, capsys, size):
+    """Somebody's typing error, or a laptop: torch's allocator ends in a traceback of C++ frames."""
+    assert main(tiny_config(tmp_path, model__vocab_size=size)) == 2
+    error = capsys.readouterr().err
+    assert "the model doesn't fit into this rank's memory" in error and "--dry-run says how much" in error
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
     """SLURM's time limit must cost no step: exit code 0, a checkpoint, and the next start continues."""
@@ -138,6 +156,16 @@ def test_an_error_of_a_library_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "train_step", lambda *args, **options: torch.optim.AdamW([], lr=-1.0))
     with pytest.raises(ValueError, match="learning rate"):
         main(tiny_config(tmp_path))
+
+
+def test_help_says_the_usage_once_and_generation_its_defaults(capsys):
+    """Two usages that differ leave open which holds; and how much is written without --max-new?"""
+    for command in (main, generate.main):
+        with pytest.raises(SystemExit):
+            command(["--help"])
+    train, _, generation = capsys.readouterr().out.partition("usage: miras-generate")
+    assert train.startswith("usage: miras-train CONFIG") and train.count("miras-train CONFIG [") == 1
+    assert generation.count("(default: ") == 6
 
 
 def test_short_names_of_fields():
@@ -252,8 +280,6 @@ def test_the_folder_of_another_run_is_left_alone(trained_run, tmp_path, capsys, 
 
 def test_fields_that_may_change_on_resume_do(trained_run, tmp_path):
     """More steps, another rate, another rhythm of saving: the same run goes on."""
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(trained_run, copy)
     argv = [str(copy / "config.yaml"), f"--run.dir={copy}", "--training.steps=7", "--optimizer.lr=0.02"]
@@ -269,8 +295,6 @@ def test_fields_that_may_change_on_resume_do(trained_run, tmp_path):
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "config.yaml"])
 def test_a_damaged_checkpoint_is_refused_by_name(trained_run, tmp_path, capsys, name):
     """A flipped bit in 100 GB must not become a slightly worse model; the message names the earlier one."""
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(trained_run, copy)
     path = copy / "checkpoints" / "step_00000006" / name
@@ -310,6 +334,15 @@ def test_a_run_without_checkpoint_is_refused_by_name(tmp_path, capsys, path):
     assert "Traceback" not in error
 
 
+def test_generating_from_a_checkpoint_without_its_configuration_says_what_is_damaged(trained_run, tmp_path, capsys):
+    """ "No such file: config.yaml" sounds as though the user should have given one."""
+    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "step_00000006" / "config.yaml").unlink()
+    assert generate.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "damaged checkpoint: " in error and "config.yaml is missing; go on from an earlier one" in error
+
+
 def test_wrong_options_of_generation_are_refused_first(trained_run, tmp_path, capsys):
     """Not after the text was written and the state is lost; a negative temperature would prefer the unlikeliest."""
     assert generate.main([str(trained_run), "--session", str(tmp_path / "no" / "file")]) == 2
@@ -346,8 +379,9 @@ def test_one_rank_a_machine_tells_a_wrong_configuration(tmp_path, capsys, monkey
 HOLD = """\
 import sys, time
 from miras_megatron.config.load import load_run
-from miras_megatron.training.run_folder import claimed_folder
-with claimed_folder(load_run(sys.argv[1:])):
+from miras_megatron.training.run_folder import claimed_folder, find_start
+run = load_run(sys.argv[1:])
+with claimed_folder(run, find_start(run)):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -367,6 +401,26 @@ def test_two_runs_dont_write_into_one_folder(tmp_path, capsys, monkeypatch):
     assert code == 2
     assert f"run.dir = {tmp_path / 'run'}: process {other.pid} on {socket.gethostname()} is running there" in error
     assert main(argv) == 0
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_folder_that_another_run_used_meanwhile_is_left_alone(trained_run, tmp_path, capsys, monkeypatch, cut):
+    """A model is built for minutes: a run that began and ended in them lost its configuration and its records."""
+    begin = loop.begin
+
+    def begin_late(job, start):
+        shutil.copytree(trained_run, tmp_path / "run")
+        if cut:
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
+        (tmp_path / "run" / ".lock").unlink()
+        return begin(job, start)
+
+    monkeypatch.setattr(loop, "begin", begin_late)
+    assert main(tiny_config(tmp_path)) == 2
+    wanted = "holds another run" if cut else "another run changed it while this one was starting; run again"
+    assert f"run.dir = {tmp_path / 'run'}: {wanted}" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == (trained_run / "config.yaml").read_bytes()
+    assert learned(tmp_path / "run") == learned(trained_run)
 
 
 @pytest.mark.parametrize(("error", "code"), [(RankLost("rank 0 waited at: saving"), 4), (NotANumber("loss is nan"), 3)])

@@ -51,6 +51,14 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_record_with_broken_bytes_costs_no_resume(tmp_path):
+    """A disk's bad block in one line of the curve must not keep the run from going on."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st\xffep": 2}\n' + b"[" * 99_999 + b'\n{"step": 3}\n')
+    drop_after(path, 3)
+    assert read(path) == [{"step": 1}, {"step": 3}]
+
+
 def test_a_number_that_is_none_is_still_json(tmp_path):
     """Strict readers refuse a bare NaN, and the step that went wrong is the one people look for."""
     log = RunLog(tmp_path, last_step=0, steps=1, tensorboard=False, console=io.StringIO())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miras_megatron.config.schema import Data, Parallel, Run, Training
+from miras_megatron.training import quickstart
 from miras_megatron.training.baselines import (
     gzip_bits_per_byte,
     held_out_text,
@@ -18,6 +19,7 @@ from miras_megatron.training.baselines import (
     unigram_bits_per_byte,
 )
 from miras_megatron.training.local_ranks import FIRST_STEPS, compare_first, first_steps
+from miras_megatron.training.needles import NeedleScore
 from miras_megatron.training.picture import draw_quickstart
 from miras_megatron.training.quickstart import pace, report
 from miras_megatron.training.schedule import learning_rate
@@ -50,6 +52,24 @@ def test_baselines_on_texts_whose_cost_is_known() -> None:
     noise = torch.randint(256, (20000,), generator=torch.Generator().manual_seed(0))
     assert 8.0 <= gzip_bits_per_byte(noise) < 8.1
     assert unigram_bits_per_byte(coin, torch.tensor([7, 0])) > 5.0
+
+
+def test_each_length_is_told_as_soon_as_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes of silence look like a hang."""
+    told = []
+
+    def score(_: nn.Module, run: Run, text: Tensor, factors: list[int], **options: bool) -> dict[int, NeedleScore]:
+        told.append(capsys.readouterr().out)
+        return {factors[0]: NeedleScore(1, 1, 0.1, factors[0] / 100, [])}
+
+    monkeypatch.setattr(quickstart, "score_lengths", score)
+    assert list(quickstart.ask(nn.Identity(), Run(), torch.arange(3), [1, 4])) == [1, 4]
+    quickstart.ask(nn.Identity(), Run(), torch.arange(3), [16], zero_reads=True)
+    told.append(capsys.readouterr().out)
+    lines = ["1x training length: 1.0%", "4x training length: 4.0%", "16x training length, memory reads zeroed: 16.0%"]
+    assert told == ["", *(f"  needles at {line} answered\n" for line in lines)]
 
 
 def test_held_out_text_was_not_trained_on() -> None:

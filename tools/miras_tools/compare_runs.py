@@ -102,12 +102,26 @@ def _read_records(path: Path, needed: tuple[str, ...]) -> Records:
         try:
             record = json.loads(line)
             missing = [name for name in ("step", *needed) if name not in record]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ValueError(f"{path}: line {number} isn't JSON; is it the metrics.jsonl of a run?") from None
         if missing:
             raise ValueError(f"{path}: line {number} has no {missing[0]}; is it the metrics.jsonl of a run?")
-        records[int(record["step"])] = record
+        if wrong := [name for name in ("step", *needed) if not _is_numeric(name, record[name])]:
+            raise ValueError(f"{path}: line {number}: {wrong[0]} is no number; is it the metrics.jsonl of a run?")
+        records[record["step"]] = record
     return records
+
+
+def _is_numeric(name: str, value: Any) -> bool:
+    """Whether a record's value is a number where one belongs; "nan" and "inf" are, and so are all of `gradients`."""
+    if name == "step":
+        return isinstance(value, int)
+    try:
+        for number in value.values() if name == "gradients" else [value]:
+            float(number)
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        return False
+    return True
 
 
 def _read_configuration(path: Path) -> Run | None:

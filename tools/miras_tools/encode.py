@@ -24,7 +24,7 @@ AGREE = 8
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Iterator[NDArray[np.int64]]:
     """Ids of the text that `pieces` make up, as arrays; memory is that of a window, whatever the length."""
-    clean = (_without_surrogates(piece) for piece in pieces)
+    clean = (without_surrogates(piece) for piece in pieces)
     if isinstance(tokenizer, JsonTokenizer):
         yield from _encode_windows(tokenizer, clean)
         return
@@ -96,7 +96,7 @@ def _join(tokenizer: JsonTokenizer, left: _Window, right: _Window) -> tuple[int,
     return stop, _Window(tokenizer, right.text[border - right.start :], border)
 
 
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Lone surrogates, which JSON can name and UTF-8 cannot hold, become U+FFFD."""
     if text.isascii():
         return text

@@ -25,6 +25,7 @@ from miras_megatron.training.manifest import (
 from miras_megatron.training.token_writer import token_dtype
 from miras_megatron.training.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
+from .encode import without_surrogates
 from .length_report import Progress, describe
 from .preprocess_options import Options, parse, plan_digest, plan_of
 from .preprocess_parts import ENDINGS, Counts, Parts
@@ -109,7 +110,8 @@ def _finish(options: Options, parts: Parts, units: Units, plan: dict[str, Any]) 
     print(describe(counts))
     print(f"\nwrote {parts.prefix}.bin, .idx and {manifest_path(parts.prefix).name}")
     name = _trained_path(options) if options.train_bpe else options.tokenizer
-    print(f"next: miras-train CONFIG --data.train={parts.prefix} --data.tokenizer={name}")
+    whole = " --data.split=100,0,0" if counts.documents == 1 else ""  # one document can't be shared out
+    print(f"next: miras-train CONFIG --data.train={parts.prefix} --data.tokenizer={name}{whole}")
 
 
 def _tokenise(options: Options, parts: Parts, units: Units, tokenizer: Tokenizer) -> Counts:
@@ -166,7 +168,7 @@ def _sample(options: Options, units: Units) -> Iterator[str]:
             if left <= 0:
                 break
             for piece in document.pieces:
-                yield piece[:left].encode("utf-8", "replace").decode("utf-8")
+                yield without_surrogates(piece[:left])
                 left -= len(piece)
                 if left <= 0:
                     break

@@ -51,6 +51,8 @@ def parse(argv: list[str] | None) -> Options:
         parser.error("--input is required: files, folders or quoted globs")
     if not given.verify and not given.dry_run and not given.output_prefix:
         parser.error("--output-prefix is required (or --dry-run to only count)")
+    if given.output_prefix.endswith(os.sep):
+        parser.error(f"--output-prefix {given.output_prefix}: a folder; add a name, such as {given.output_prefix}book")
     if given.train_bpe and given.tokenizer != "bytes":
         parser.error("--train-bpe and --tokenizer: give one of the two")
     if given.train_bpe and given.train_bpe < 257:

@@ -123,7 +123,8 @@ class _Measured:
 
     def _measure(self, pieces: Iterable[str]) -> Iterator[str]:
         for piece in pieces:
-            self.text_bytes += len(piece) if piece.isascii() else len(piece.encode("utf-8", "replace"))
+            # a lone surrogate takes three bytes so, like the U+FFFD that it becomes
+            self.text_bytes += len(piece) if piece.isascii() else len(piece.encode("utf-8", "surrogatepass"))
             yield piece
 
 

@@ -178,6 +178,8 @@ def _parse(line: bytes) -> dict[str, object]:
         raise _Unfit(f"not UTF-8 ({error.reason}); convert the file first") from None
     except ValueError as error:
         raise _Unfit(f"not JSON ({error}); correct or drop that line") from None
+    except RecursionError:
+        raise _Unfit("nested too deep to be read; correct or drop that line") from None
     if not isinstance(record, dict):
         raise _Unfit(f"{type(record).__name__}, not an object; one object a line is read")
     return record
