@@ -9,7 +9,10 @@ READY = $(VENV)/.ready
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv run test test-full test-core-latest smoke-gpu check bench clean
+HF_OTHERS = 4.57.6 5.0.0
+HF_NEWEST = 5.24.0
+
+.PHONY: help venv run test test-full test-core-latest test-transformers smoke-gpu check bench clean
 
 help:
 	@echo "make run               train the quickstart model, show what it learned (minutes)"
@@ -19,6 +22,7 @@ help:
 	@echo "make smoke-gpu         layouts in small on CUDA and NCCL, where there are GPUs (minutes)"
 	@echo "make bench             speed and memory of the inner loop beside titans-pytorch"
 	@echo "make test-core-latest  the Megatron tests on megatron-core $(CORE_LATEST) (downloads 0.7 GB)"
+	@echo "make test-transformers exported models on transformers $(HF_OTHERS), and in lm-eval (downloads 2 GB)"
 	@echo "make venv              only the virtual environment, $(VENV)"
 
 venv: $(READY)
@@ -41,10 +45,10 @@ check: $(READY)
 	$(PYTEST) -q tests/test_architecture.py
 
 test: check
-	$(PYTEST) --durations=20
+	$(PYTEST) --numprocesses=2 --dist=loadfile --durations=20
 
 test-full: check
-	$(PYTEST) -m "full or not full" --durations=40
+	$(PYTEST) --numprocesses=2 --dist=loadfile -m "full or not full" --durations=40
 
 smoke-gpu: $(READY)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
@@ -64,5 +68,21 @@ $(LATEST)/.core-ready: pyproject.toml requirements-cpu.lock
 test-core-latest: $(LATEST)/.core-ready
 	$(LATEST)/bin/python -m pytest tests/compat tests/parallel tests/model tests/training
 
+# Exported models need torch and transformers alone: each version has an environment without any of ours.
+.venv-transformers-%/.ready:
+	@$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0 transformers==$* accelerate
+	@touch $@
+
+.venv-lm-eval/.ready:
+	@$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0 transformers==$(HF_NEWEST) accelerate lm-eval==0.4.13
+	@touch $@
+
+test-transformers: $(READY) .venv-lm-eval/.ready $(HF_OTHERS:%=.venv-transformers-%/.ready)
+	for version in $(HF_OTHERS); do \
+	  MIRAS_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers-$$version/bin/python $(PYTEST) tests/tools/test_hf_model.py || exit 1; done
+	MIRAS_LM_EVAL_PYTHON=$(CURDIR)/.venv-lm-eval/bin/python $(PYTEST) tests/tools/test_lm_eval.py
+
 clean:
-	rm -rf $(VENV) $(LATEST) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) .venv-transformers-* .venv-lm-eval .pytest_cache .mypy_cache .ruff_cache

@@ -39,13 +39,14 @@ def _no_rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests for devices this machine lacks are left out and counted, not skipped."""
+    """Tests for devices, or other interpreters, that are not here are left out and counted, not skipped."""
     kept, left_out = [], []
     devices = torch.cuda.device_count()
     for item in items:
         several = item.get_closest_marker("multi_gpu")
         needs = (*several.args, 2)[0] if several else 1 if item.get_closest_marker("gpu") else 0
-        (kept if devices >= needs else left_out).append(item)
+        harness = item.get_closest_marker("lm_eval") is None or "MIRAS_LM_EVAL_PYTHON" in os.environ
+        (kept if devices >= needs and harness else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept

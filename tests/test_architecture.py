@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from miras_tools.hf_code import flat_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -157,16 +158,8 @@ def test_memory_and_layers_work_flattened_into_one_folder(tmp_path: Path) -> Non
     package = tmp_path / "exported"
     package.mkdir()
     (package / "__init__.py").touch()
-    for part in ("memory", "layers"):
-        for path in FOLDERS[part].glob("*.py"):
-            target = package / (f"{part}.py" if path.stem == "__init__" else path.name)
-            assert not target.exists(), f"two files are called {path.name}"
-            text = (
-                path.read_text(encoding="utf-8")
-                .replace("from ..memory.", "from .")
-                .replace("from ..memory", "from .memory")
-            )
-            target.write_text(text, encoding="utf-8")
+    for name, text in flat_sources().items():
+        (package / name).write_text(text, encoding="utf-8")
     modules = sorted(path.stem for path in package.glob("*.py") if path.stem != "__init__")
     script = "import importlib, sys\n"
     script += "".join(f"importlib.import_module('exported.{m}')\n" for m in modules)

@@ -140,11 +140,12 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     """Parameters on this rank by part: embedding, mixers, memory (W_0 and what goes with it), mlp, norms, output."""
     counts: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        counts[_part(name)] += parameter.numel()
+        counts[part_of(name)] += parameter.numel()
     return {**counts, "all": counts.total()}
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
+    """The part of the model that a parameter's name belongs to."""
     for sign, part in PARTS.items():
         if sign in name:
             return part

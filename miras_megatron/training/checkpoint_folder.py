@@ -26,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from .manifest import write_atomically as write_atomically
 
 Index = dict[str, TensorStorageMetadata]
-"""Tensor name -> its shape, dtype and places in the files."""
+"""Tensor name -> its shape, dtype and parts."""
+
+Places = dict[MetadataIndex, Any]
+"""Part of a tensor -> torch's _StorageInfo: file, offset and length of what torch.save wrote."""
 
 FORMAT = 1
 """Version of everything written here; a reader refuses a newer one."""
@@ -275,6 +278,12 @@ def read_index(folder: Path) -> Index:
     torch reads this file with a plain `pickle.load` and byte objects with `weights_only=False`; so it is read
     here first, through an allow-list, and a checkpoint that holds byte objects at all is refused.
     """
+    tensors, _ = read_places(folder)
+    return tensors
+
+
+def read_places(folder: Path) -> tuple[Index, Places]:
+    """The index, and where in the files each part of a tensor lies. Raises ValueError as `read_index` does."""
     try:
         with open(folder / ".metadata", "rb") as file:
             index = _IndexReader(file).load()
@@ -295,7 +304,7 @@ def read_index(folder: Path) -> Index:
     pickled = sorted(index.state_dict_metadata.keys() - tensors.keys())
     if pickled:
         raise ValueError(f"{folder}: {pickled[0]} is a pickled object, not a tensor; only tensors are read")
-    return tensors
+    return tensors, index.storage_data or {}
 
 
 def write_plain(path: Path, content: dict[str, Any]) -> None:
@@ -308,7 +317,7 @@ def write_plain(path: Path, content: dict[str, Any]) -> None:
 
 def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:
     """A file of tensors and plain values, with no key but `allowed`. Raises ValueError naming what else it holds."""
-    with _no_extra_globals():
+    with no_extra_globals():
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as e:  # over a file of another kind torch's reader stumbles by whatever error comes
@@ -323,7 +332,7 @@ def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_extra_globals() -> Iterator[None]:
+def no_extra_globals() -> Iterator[None]:
     """Inside, torch.load's allow-list is torch's own: megatron-core's import adds classes to it."""
     extra = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()

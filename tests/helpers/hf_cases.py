@@ -1,0 +1,233 @@
+"""A program for a process with transformers and nothing of ours: FOLDER.. -> JSON of what each exported model does.
+
+Runs by itself, since the process that calls it has the package installed. Numbers are differences relative to the
+largest logit (or gradient), everything else says whether two token lists are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+for _name in ("miras_megatron", "miras_kernels", "miras_launch", "miras_tools"):
+    sys.modules[_name] = None  # type: ignore[assignment]  # importing it fails, installed or not
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+LENGTHS = (1, 5, 17, 64, 200)
+CHOICE: dict[str, Any] = {"pad_token_id": 256, "eos_token_id": None, "do_sample": False}
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest value."""
+    return float((found.detach() - wanted.detach()).abs().max() / wanted.detach().abs().max().clamp_min(1e-30))
+
+
+def load(folder: str | Path, **options: Any) -> Any:
+    """The model as a user loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto", **options).eval()
+
+
+def draw(*shape: int) -> Tensor:
+    """Random bytes."""
+    return torch.randint(0, 256, shape)
+
+
+def cache_of(out: Any) -> tuple[str, Any]:
+    """The cache in an output and what this version calls it."""
+    name = next(name for name in ("cache", "past_key_values") if name in out.keys())
+    return name, out[name]
+
+
+def logits(model: Any, folder: Path) -> dict[str, Any]:
+    """Those of training, by length."""
+    expected = load_file(folder / "expected.safetensors")
+    lengths = sorted(int(name.split(".")[1]) for name in expected if name.startswith("tokens"))
+    found = {n: model(expected[f"tokens.{n}"]).logits.float() for n in lengths}
+    return {f"logits of {n}": apart(found[n], expected[f"logits.{n}"]) for n in lengths}
+
+
+def generation(model: Any, folder: Path) -> dict[str, Any]:
+    """Greedy, sampling and beam search; with and without a cache, prompts read in parts or from embeddings."""
+    ids, said = draw(2, 37), dict[str, Any]()
+    whole = model.generate(ids, max_new_tokens=24, **CHOICE)
+    said["greedy cached"] = torch.equal(whole, model.generate(ids, max_new_tokens=24, use_cache=False, **CHOICE))
+    said["prompt in parts"] = torch.equal(whole, model.generate(ids, max_new_tokens=24, prefill_chunk_size=7, **CHOICE))
+    beams = model.generate(ids, max_new_tokens=12, num_beams=4, **CHOICE)
+    same = model.generate(ids, max_new_tokens=12, num_beams=4, use_cache=False, **CHOICE)
+    said["beam cached"] = torch.equal(beams, same)
+    drawn = []
+    for cached in (True, False):
+        torch.manual_seed(5)
+        sampling = CHOICE | {"do_sample": True}
+        drawn.append(model.generate(ids, max_new_tokens=8, num_return_sequences=3, use_cache=cached, **sampling))
+    said["sampling cached"] = torch.equal(*drawn) and drawn[0].shape == (6, 45)
+    embedded = model.get_input_embeddings()(ids)
+    said["from embeddings"] = apart(model(inputs_embeds=embedded).logits, model(ids).logits)
+    kept = model(ids, logits_to_keep=1).logits
+    said["last logits alone"] = apart(kept, model(ids).logits[:, -1:])
+    try:
+        model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=3, **CHOICE)
+        said["lookup refused"] = False
+    except ValueError:
+        said["lookup refused"] = True
+    return said
+
+
+def padding(model: Any, folder: Path) -> dict[str, Any]:
+    """Rows of other lengths in one batch, pads filled with noise wherever they stand, as if each were alone."""
+    rows, width, said = [draw(n) for n in LENGTHS], max(LENGTHS) + 30, dict[str, Any]()
+    alone = [model(row[None]) for row in rows]
+    for side, place in {"left": 1.0, "both": 0.5, "right": 0.0}.items():
+        batch, mask = draw(len(rows), width), torch.zeros(len(rows), width, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            start = int(place * (width - len(row)))
+            batch[i, start : start + len(row)], mask[i, start : start + len(row)] = row, 1
+        out = model(batch, attention_mask=mask, use_cache=True)
+        found = [out.logits[i][mask[i].bool()] for i in range(len(rows))]
+        said[f"logits padded {side}"] = max(apart(a, b.logits[0]) for a, b in zip(found, alone, strict=True))
+        states = [tensors(cache_of(out)[1], i) for i in range(len(rows))]
+        wanted = [tensors(cache_of(b)[1], 0) for b in alone]
+        said[f"states padded {side}"] = max(states_apart(a, b) for a, b in zip(states, wanted, strict=True))
+        if side == "left":
+            text = model.generate(batch, attention_mask=mask, max_new_tokens=12, **CHOICE)[:, width:]
+            one = [model.generate(row[None], max_new_tokens=12, **CHOICE)[0, len(row) :] for row in rows]
+            said["text padded left"] = torch.equal(text, torch.stack(one))
+            parts = model.generate(batch, attention_mask=mask, max_new_tokens=12, prefill_chunk_size=50, **CHOICE)
+            said["text padded left in parts"] = torch.equal(text, parts[:, width:])
+    return said
+
+
+def tensors(cache: Any, row: int) -> list[Tensor]:
+    """What the cache holds of one row, floats and counts."""
+    with tempfile.NamedTemporaryFile() as file:
+        one = copy.copy(cache)
+        one.batch_select_indices(torch.tensor([row]))
+        one.save(file.name)
+        states = torch.load(file.name, weights_only=True)["states"]
+    return [x for x in torch.utils._pytree.tree_leaves(states) if isinstance(x, Tensor)]
+
+
+def states_apart(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Full attention keeps rows of other lengths right-aligned: the last rows count."""
+    worst = 0.0
+    for a, b in zip(found, wanted, strict=True):
+        a = a[:, -b.shape[1] :] if a.dim() > 1 and a.shape != b.shape else a
+        worst = max(worst, apart(a.double(), b.double()) if b.numel() and b.abs().max() else float(a.abs().sum()))
+    return worst
+
+
+def turns(model: Any, folder: Path) -> dict[str, Any]:
+    """A second turn with the cache of the first, as it is, copied, and from a file."""
+    ids = draw(2, 37)
+    first = model.generate(ids, max_new_tokens=8, return_dict_in_generate=True, **CHOICE)
+    name, cache = cache_of(first)
+    more = torch.cat([first.sequences, draw(2, 5)], 1)
+    wanted, said = model.generate(more, max_new_tokens=8, **CHOICE), dict[str, Any]()
+    said["second turn"] = torch.equal(
+        wanted, model.generate(more, max_new_tokens=8, **{name: copy.deepcopy(cache)}, **CHOICE)
+    )
+    with tempfile.TemporaryDirectory() as place:
+        cache.save(f"{place}/cache.pt")
+        loaded = type(cache).load(f"{place}/cache.pt")
+    said["from a file"] = torch.equal(wanted, model.generate(more, max_new_tokens=8, **{name: loaded}, **CHOICE))
+    return said
+
+
+@torch.enable_grad()
+def training(model: Any, folder: Path) -> dict[str, Any]:
+    """A Trainer's loss, and the same gradients with layers computed again."""
+    ids, said = draw(2, 60), dict[str, Any]()
+    model.train()
+    labels = ids.clone()
+    labels[:, :7] = -100
+    loss = model(ids, labels=labels).loss
+    wanted = torch.nn.functional.cross_entropy(model(ids).logits[:, 6:-1].float().flatten(0, 1), ids[:, 7:].flatten())
+    said["loss"] = abs(float(loss.detach()) - float(wanted.detach())) / float(wanted.detach())
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    switch = (
+        "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    )
+    getattr(model, f"{switch}_enable")()
+    model(ids, labels=labels).loss.backward()
+    said["gradients computed again"] = max(apart(p.grad, grads[n]) for n, p in model.named_parameters() if n in grads)
+    said["every weight has a gradient"] = len(grads) == len(list(model.parameters()))
+    getattr(model, f"{switch}_disable")()
+    model.zero_grad()
+    model.eval()
+    return said
+
+
+def saving(model: Any, folder: Path) -> dict[str, Any]:
+    """Saved again, placed by a device map, embeddings resized; float32 where training has it."""
+    ids, said = draw(2, 40), dict[str, Any]()
+    wanted = model(ids).logits
+    with tempfile.TemporaryDirectory() as place:
+        model.save_pretrained(place)
+        said["saved again"] = apart(load(place)(ids).logits, wanted)
+        layers = {f"model.layers.{i}": "cpu" for i in range(model.config.num_hidden_layers)}
+        spread = (
+            {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"} | layers | {"model.layers.0": "disk"}
+        )
+        with tempfile.TemporaryDirectory() as disk:
+            said["device map"] = apart(load(place, device_map=spread, offload_folder=disk)(ids).logits, wanted)
+        low = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, dtype=torch.bfloat16)
+        wide = {name for name, p in low.named_parameters() if p.dtype == torch.float32}
+        said["memory stays float32"] = all(
+            n in wide for n, _ in low.named_parameters() if "core.weights" in n or "gates" in n
+        )
+        said["projections are bf16"] = low.lm_head.weight.dtype == torch.bfloat16
+        said["bf16 is near"] = apart(low.eval()(ids).logits.float(), wanted.float())
+        fresh = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(place, trust_remote_code=True), trust_remote_code=True
+        )
+        said["new weights are finite"] = all(bool(p.isfinite().all()) for p in fresh.parameters())
+    model.resize_token_embeddings(300)
+    found = model(ids).logits
+    said["resized"] = apart(found[..., : wanted.shape[-1]], wanted) if found.shape[-1] == 300 else 1.0
+    return said
+
+
+def words(folder: Path) -> dict[str, Any]:
+    """The tokenizer beside the model."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    text = "Grüße, 世界! \n"
+    ids = tokenizer(text)["input_ids"]
+    batch = tokenizer(["a", "bcd"], padding=True, return_tensors="pt")
+    return {
+        "bytes are ids": ids == list(text.encode()),
+        "text comes back": tokenizer.decode(ids) == text,
+        "pads are left": batch["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]],
+    }
+
+
+CASES = (logits, generation, padding, turns, training, saving)
+
+
+@torch.no_grad()
+def main(folders: list[str]) -> None:
+    """One JSON line a folder."""
+    for folder in folders:
+        torch.manual_seed(0)
+        model, said = load(folder), dict[str, Any]()
+        for case in CASES:
+            said |= case(model, Path(folder))
+        said |= words(Path(folder))
+        print(
+            "RESULT " + json.dumps({"folder": folder, "transformers": transformers.__version__, "said": said}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

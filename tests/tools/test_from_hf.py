@@ -1,0 +1,159 @@
+"""miras-from-hf: what was exported comes back bit for bit, and trains and generates on."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers.tiny_run import records
+from miras_tools import from_hf
+from miras_tools.to_hf import main as to_hf
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from miras_megatron.config.load import load_run
+from miras_megatron.model.build import block_spec
+from miras_megatron.training.checkpoint_folder import find_checkpoint
+from miras_megatron.training.generate import main as generate
+from miras_megatron.training.main import main as train
+from miras_megatron.training.stored_tensors import StoredTensors
+
+
+@pytest.fixture(scope="module")
+def imported(exported, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imported") / "run"
+    assert from_hf.main([str(exported), str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(exported, tmp_path):
+    """An export to break."""
+    return shutil.copytree(exported, tmp_path / "copy")
+
+
+def test_there_and_back_and_there_again(exported, imported, tmp_path):
+    """Whoever fine-tunes elsewhere and comes back must not lose a bit on the way."""
+    again = tmp_path / "again"
+    assert to_hf([str(imported), str(again), "--no-check", "--max-shard-size", "20KB"]) == 0
+    files = [path for path in exported.iterdir() if "safetensors" in path.name]
+    assert len(files) > 3
+    for path in [*files, exported / "config.json", exported / "tokenizer.json"]:
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+
+
+def test_the_same_weights_as_the_original(trained, imported):
+    """Padding rows too: they count in the softmax."""
+    was, now = (StoredTensors(find_checkpoint(run, "RUN")) for run in (trained, imported))
+    assert set(was.weights) == set(now.names)
+    assert all(torch.equal(was.read(name), now.read(name)) for name in was.weights)
+
+
+def test_a_run_from_an_import_starts_with_the_original_loss(trained, imported, tmp_path):
+    """The proof that training sees the same model."""
+    losses = []
+    for number, start in enumerate((trained, imported)):
+        run = tmp_path / str(number)
+        words = [f"--training.init_from={start}", f"--run.dir={run}", "--training.steps=1"]
+        assert train([str(start / "config.yaml"), *words]) == 0
+        losses.append(records(run)[0]["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_an_import_generates(imported, capsys):
+    """The shortest way to see that it is alive."""
+    assert generate([str(imported), "--prompt", "the memory", "--max-new", "3", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_what_save_pretrained_leaves_out_is_said(trained, copy, tmp_path, capsys):
+    """It writes neither our configuration nor the padding: the model is whole, but not all is as it was."""
+    (copy / "training_config.yaml").unlink()
+    (copy / "padding.safetensors").unlink()
+    assert from_hf.main([str(copy), str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert "training_config.yaml isn't there" in told and "rows beyond the vocabulary are zero" in told
+    run, was = (load_run([str(folder / "config.yaml")]) for folder in (tmp_path / "run", trained))
+    assert block_spec(run) == block_spec(was) and run.model.letters == was.model.letters
+    stored = StoredTensors(find_checkpoint(tmp_path / "run", "RUN"))
+    assert not stored.read("output_layer.weight")[257:].any()
+
+
+def refused(capsys, copy, tmp_path):
+    """What the command says when it refuses; nothing is left."""
+    target = tmp_path / "run"
+    assert from_hf.main([str(copy), str(target)]) == 2
+    assert not target.exists() and not list(tmp_path.glob(".run*"))
+    told = capsys.readouterr().err
+    assert told.count("miras-from-hf:") == 1 and "Traceback" not in told
+    return told
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_shard_that_was_cut_off(copy, tmp_path, capsys):
+    """A download that broke."""
+    shard = sorted(copy.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-7])
+    told = refused(capsys, copy, tmp_path)
+    assert shard.name in told and "cut off" in told
+
+
+def test_a_shard_that_is_missing(copy, tmp_path, capsys):
+    """A download that was never finished."""
+    shard = sorted(copy.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert f"names {shard.name}, which isn't there" in refused(capsys, copy, tmp_path)
+
+
+def test_no_weights_at_all(copy, tmp_path, capsys):
+    """A folder of which only the small files were fetched."""
+    for path in copy.glob("model*"):
+        path.unlink()
+    assert "model.safetensors" in refused(capsys, copy, tmp_path)
+
+
+def test_a_newer_format(copy, tmp_path, capsys):
+    """Read by an older program it could only be misread."""
+    edit(copy / "config.json", miras_format=2)
+    assert "update miras-megatron" in refused(capsys, copy, tmp_path)
+
+
+def test_another_model(copy, tmp_path, capsys):
+    """Any folder can be named."""
+    edit(copy / "config.json", model_type="llama")
+    assert "'llama'" in refused(capsys, copy, tmp_path)
+
+
+def test_a_tokenizer_of_another_size(copy, tmp_path, capsys):
+    """Its ids mean other rows."""
+    content = json.loads((copy / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<|more|>"})
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    assert "a tokenizer of 258 tokens, the model is of 257" in refused(capsys, copy, tmp_path)
+
+
+def test_weights_of_another_shape(copy, tmp_path, capsys):
+    """Two exports mixed up."""
+    path = sorted(copy.glob("model-*.safetensors"))[0]
+    with safe_open(path, framework="pt") as file:
+        name = sorted(file.keys())[0]
+    tensors = load_file(path)
+    save_file(tensors | {name: torch.zeros(1, 2)}, path, metadata={"format": "pt"})
+    told = refused(capsys, copy, tmp_path)
+    assert name in told and "doesn't fit its config.json" in told
+
+
+def test_configurations_that_contradict_each_other(copy, tmp_path, capsys):
+    """One of the two was edited; the weights may fit both, and mean another model."""
+    block = json.loads((copy / "config.json").read_text())["block"]
+    edit(copy / "config.json", block=block | {"chunk_size": 4})
+    assert "chunk_size is 8, not 4" in refused(capsys, copy, tmp_path)
+
+
+def test_a_run_folder_that_is_another_runs(copy, imported, capsys):
+    """A run's checkpoints are never mixed with an import's."""
+    assert from_hf.main([str(copy), str(imported)]) == 2
+    assert "is not empty" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""Folders are whole or absent, whatever happens while they are written."""
+
+import errno
+
+import pytest
+from miras_tools.new_folder import new_folder, refuse_small_disk
+
+
+def test_a_good_end_gives_the_folder_its_name(tmp_path):
+    """Also where an empty folder of that name waits already, and where folders above it are missing."""
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "empty", tmp_path / "deep" / "new"):
+        with new_folder(target, "FOLDER") as folder:
+            (folder / "file").write_text("x")
+            assert not (target / "file").exists()
+        assert [path.name for path in target.iterdir()] == ["file"]
+        assert [path.name for path in target.parent.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("bad"), OSError(errno.ENOSPC, "No space left")])
+def test_a_bad_end_leaves_nothing(tmp_path, error):
+    """Half an export looks like a whole one to whoever loads it next week."""
+    with pytest.raises(ValueError if isinstance(error, OSError) else type(error)) as told:
+        with new_folder(tmp_path / "target", "FOLDER") as folder:
+            (folder / "file").write_text("x")
+            raise error
+    assert not list(tmp_path.iterdir())
+    if isinstance(error, OSError):
+        assert "FOLDER" in str(told.value) and "No space left" in str(told.value)
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path):
+    """Another model's files would mix with these."""
+    (tmp_path / "kept").write_text("x")
+    with pytest.raises(ValueError, match="FOLDER = .* is not empty"), new_folder(tmp_path, "FOLDER"):
+        pass
+    assert (tmp_path / "kept").read_text() == "x"
+    with pytest.raises(ValueError, match="is a file"), new_folder(tmp_path / "kept", "FOLDER"):
+        pass
+
+
+def test_a_small_disk_is_known_before_anything_is_written(tmp_path):
+    """Otherwise an hour of writing ends where a look would have told."""
+    refuse_small_disk(tmp_path / "a" / "b", "FOLDER", 1)
+    with pytest.raises(ValueError, match="MiB are free"):
+        refuse_small_disk(tmp_path / "a" / "b", "FOLDER", 1 << 60)

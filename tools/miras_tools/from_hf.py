@@ -1,0 +1,132 @@
+"""miras-from-hf FOLDER RUN_DIR: an exported folder as a run folder with one checkpoint of step 0, weights only.
+
+Exit code 0: written; 2: bad input, said in one message, nothing written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from miras_megatron.config.describe import dump_run
+from miras_megatron.config.schema import Run
+from miras_megatron.training.checkpoint_folder import (
+    LATEST,
+    describe,
+    folder_of,
+    name_of,
+    write_atomically,
+    write_manifest,
+    write_plain,
+)
+from miras_megatron.training.main import said_by_us
+from miras_megatron.training.run_folder import stored_form
+from miras_megatron.training.stored_tensors import write_tensors
+from miras_megatron.training.tokenizer import JsonTokenizer, Tokenizer
+
+from .hf_config import read_config, run_of_folder
+from .hf_import import ImportedWeights
+from .hf_tokenizer import CONFIG, FILE, read_tokenizer
+from .new_folder import new_folder, refuse_occupied, refuse_small_disk
+
+EXAMPLES = """
+examples:
+  miras-from-hf exported/book runs/imported
+  miras-generate runs/imported --prompt "It is a"
+  miras-train runs/imported/config.yaml --training.init_from=runs/imported --run.dir=runs/more
+  miras-to-hf runs/imported exported/again            # the same weights, byte for byte
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module's docstring for the exit codes."""
+    options = _parser().parse_args(argv)
+    try:
+        return import_folder(options)
+    except ValueError as error:
+        if not said_by_us(error):
+            raise
+        print(f"miras-from-hf: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def import_folder(options: argparse.Namespace) -> int:
+    """Read, check, write. Raises ValueError for what a user can mend."""
+    folder, target = Path(options.folder), Path(options.run_dir)
+    refuse_occupied(target, "RUN_DIR")
+    config = read_config(folder)
+    run, whole = run_of_folder(folder, config)
+    tokenizer = read_tokenizer(folder, options.tokenizer, config)
+    weights = ImportedWeights(folder, run)
+    run = _placed(run, target, tokenizer)
+    refuse_small_disk(target, "RUN_DIR", sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    with new_folder(target, "RUN_DIR") as made:
+        _write(made, run, tokenizer, weights)
+    _tell(target, whole, weights.has_padding)
+    return 0
+
+
+def _placed(run: Run, target: Path, tokenizer: Tokenizer) -> Run:
+    """The run as its new folder keeps it."""
+    name = str(target / FILE) if isinstance(tokenizer, JsonTokenizer) else tokenizer.name
+    place = replace(run.run, dir=str(target))
+    return stored_form(replace(run, run=place, data=replace(run.data, tokenizer=name)))
+
+
+def _write(made: Path, run: Run, tokenizer: Tokenizer, weights: ImportedWeights) -> None:
+    """RUN_DIR's files: the checkpoint as `save_checkpoint` leaves it, and what is beside it."""
+    folder = folder_of(made) / name_of(0)
+    folder.mkdir(parents=True)
+    write_tensors(folder, weights)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    common = {"step": 0, "tokens": 0, "updates": 0, "tokenizer": tokenizer.digest}
+    write_plain(folder / "common.pt", common | {"data": {}, "lanes": [], "lane_layouts": {}})
+    write_atomically(folder / "config.yaml", dump_run(run))
+    write_manifest(folder, 0, {path.name: describe(path) for path in folder.iterdir()})
+    write_atomically(folder_of(made) / LATEST, folder.name + "\n")
+    write_atomically(made / "config.yaml", dump_run(run))
+    if isinstance(tokenizer, JsonTokenizer):
+        _copy_tokenizer(made, tokenizer)
+
+
+def _copy_tokenizer(made: Path, tokenizer: JsonTokenizer) -> None:
+    """The tokenizer.json, and which token ends a document."""
+    shutil.copyfile(tokenizer.name, made / FILE)
+    end = {"eos_token": tokenizer.library.id_to_token(tokenizer.eod)}
+    write_atomically(made / CONFIG, json.dumps(end, ensure_ascii=False) + "\n")
+
+
+def _tell(target: Path, whole: bool, padding: bool) -> None:
+    print(f"wrote {target}: a checkpoint of step 0, weights only")
+    if not whole:
+        print("  training_config.yaml isn't there: data, training and optimizer in config.yaml have their defaults")
+    if not padding:
+        print("  padding.safetensors isn't there: the rows beyond the vocabulary are zero")
+    print(f"  start from it with --training.init_from={target} and another --run.dir", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miras-from-hf",
+        description="An exported folder as a run folder with one checkpoint of step 0: weights only.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="what miras-to-hf, or save_pretrained after it, wrote")
+    add("run_dir", metavar="RUN_DIR", help="the run folder to write; must not exist, or be empty")
+    add("--tokenizer", metavar="PATH", help='"bytes" or a tokenizer.json (default: the one in FOLDER)')
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

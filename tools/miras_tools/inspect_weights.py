@@ -1,0 +1,195 @@
+"""miras-inspect PATH | --diff A B: what a checkpoint or an exported folder holds, a tensor at a time, without a GPU.
+
+Exit code 0: whole, or the same; 1: damaged or not finite, or different; 2: bad input, said in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miras_megatron.config.schema import Run, flatten
+from miras_megatron.config.sizes import state_bytes
+from miras_megatron.model.build import part_of
+from miras_megatron.training.main import said_by_us
+
+from .held_weights import HeldWeights, open_held
+from .hf_names import VOCABULARY, to_hf
+from .hf_shapes import state_shapes
+from .tensor_progress import TensorProgress
+
+EXAMPLES = """
+examples:
+  miras-inspect runs/book                             its latest checkpoint: configuration, sizes, norms by part
+  miras-inspect exported/book --tensors               every tensor of an exported folder
+  miras-inspect --diff runs/book exported/book        are they the same weights?
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module's docstring for the exit codes."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.diff:
+            return compare(*(open_held(Path(path), options.verify) for path in options.diff), as_json=options.json)
+        return describe(open_held(Path(options.path), options.verify), options.tensors, as_json=options.json)
+    except ValueError as error:
+        if not said_by_us(error):
+            raise
+        print(f"miras-inspect: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+# -- one ---------------------------------------------------------------------------------------------
+def describe(held: HeldWeights, every: bool, *, as_json: bool = False) -> int:
+    """Print what `held` is; `every` tensor on a line of its own."""
+    rows = list(_rows(held))
+    parts = _by_part(rows)
+    bad = [row["name"] for row in rows if not row["finite"]]
+    problems = [*held.problems, *(f"{name} holds values that are not finite" for name in bad)]
+    if as_json:
+        facts = dict(held.facts) | {"parameters": sum(row["numbers"] for row in rows)}
+        said = {"path": str(held.folder), "kind": held.kind, "facts": facts, "parts": parts, "problems": problems}
+        print(json.dumps(said | {"state_bytes": state_bytes(held.run), "tensors": rows}, indent=1))
+        return int(bool(problems))
+    print(f"{held.folder}")
+    for name, text in [*held.facts, *_model_facts(held.run)]:
+        print(f"  {name:<12}{text}")
+    print(f"  {'parameters':<12}{sum(row['numbers'] for row in rows):,}")
+    print("\n" + "\n".join(_table(rows if every else parts, "tensor" if every else "part")))
+    for problem in problems:
+        print(f"miras-inspect: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _model_facts(run: Run) -> Iterator[tuple[str, str]]:
+    model = run.model
+    yield "model", f"layers {model.letters}, hidden {model.hidden}, {model.heads} heads, MLP {model.ffn_width}"
+    yield (
+        "memory",
+        f"rule {run.memory.rule}, chunks of {run.memory.chunk_size}, choices {run.memory.choices or 'its own'}",
+    )
+    yield "vocabulary", f"{model.vocab_size} tokens, {model.padded_vocab()} rows; tokenizer {run.data.tokenizer}"
+    yield "precision", run.training.precision
+    grows = "; full attention's cache grows on top" if "a" in model.letters else ""
+    yield "state", f"{state_bytes(run):,} bytes a sequence, whatever its length{grows}"
+    for letter, shapes in state_shapes(run).items():
+        yield f"  layer {letter}", ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+
+
+def _rows(held: HeldWeights) -> Iterator[dict[str, Any]]:
+    """Of every tensor its shape, dtype, norm, root mean square and largest value."""
+    told = TensorProgress("read", len(held.names), held.nbytes)
+    for name in held.names:
+        tensor = held.read(name)
+        told.add(tensor.nbytes)
+        wide = tensor.double()
+        norm = float(torch.linalg.vector_norm(wide))
+        yield {
+            "name": name,
+            "part": part_of(name),
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "numbers": tensor.numel(),
+            "norm": norm,
+            "rms": norm / max(tensor.numel(), 1) ** 0.5,
+            "largest": float(wide.abs().max()) if tensor.numel() else 0.0,
+            "finite": bool(tensor.isfinite().all()),
+        }
+
+
+def _by_part(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same of all tensors of a part together."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["part"], row["dtype"]].append(row)
+    found = []
+    for (part, dtype), members in groups.items():
+        numbers, squares = sum(row["numbers"] for row in members), sum(row["norm"] ** 2 for row in members)
+        one = {"name": part, "dtype": dtype, "numbers": numbers, "norm": squares**0.5}
+        found.append(one | {"rms": (squares / numbers) ** 0.5, "largest": max(row["largest"] for row in members)})
+    return sorted(found, key=lambda row: -row["numbers"])
+
+
+def _table(rows: Sequence[dict[str, Any]], first: str) -> Iterator[str]:
+    width = max([len(first), *(len(row["name"]) for row in rows)])
+    yield f"  {first:<{width}}  {'dtype':<9}{'numbers':>14}{'norm':>12}{'rms':>12}{'largest':>12}  shape"
+    for row in rows:
+        shape = "x".join(map(str, row.get("shape", [])))
+        numbers = f"{row['numbers']:>14,}{row['norm']:>12.4g}{row['rms']:>12.4g}{row['largest']:>12.4g}"
+        yield f"  {row['name']:<{width}}  {row['dtype']:<9}{numbers}  {shape}".rstrip()
+
+
+# -- two ---------------------------------------------------------------------------------------------
+def compare(a: HeldWeights, b: HeldWeights, *, as_json: bool = False) -> int:
+    """Print where two differ: configuration, tensors that only one has, and how far apart the others are."""
+    fields = _differing_fields(a.run, b.run)
+    only = {str(x.folder): [n for n in x.names if n not in set(y.names)] for x, y in ((a, b), (b, a))}
+    rows = [_apart(name, a.read(name), b.read(name)) for name in a.names if name in set(b.names)]
+    differ = [row for row in rows if row["difference"] != 0.0]
+    if as_json:
+        print(json.dumps({"fields": fields, "only": only, "tensors": differ, "compared": len(rows)}, indent=1))
+    else:
+        print(f"A {a.folder} ({a.kind})\nB {b.folder} ({b.kind})")
+        for name, (was, now) in fields.items():
+            print(f"  {name}: {was} | {now}")
+        for folder, names in only.items():
+            for name in names:
+                print(f"  only in {folder}: {name}")
+        print(f"  {len(rows) - len(differ)} of {len(rows)} tensors are the same to the last bit")
+        for row in sorted(differ, key=lambda row: -row["difference"]):
+            print(f"  {row['name']}: {row['text']}")
+    return int(bool(differ or any(only.values())))
+
+
+def _differing_fields(a: Run, b: Run) -> dict[str, list[str]]:
+    """Dotted name -> both values."""
+    one, other = flatten(a), flatten(b)
+    names = sorted(one.keys() | other.keys())
+    return {n: [str(one.get(n)), str(other.get(n))] for n in names if one.get(n) != other.get(n)}
+
+
+def _apart(name: str, a: Tensor, b: Tensor) -> dict[str, Any]:
+    """How far apart two tensors are, relative to A's norm; padding rows, which one may lack, aside."""
+    if to_hf(name) in VOCABULARY:
+        rows = min(a.shape[0], b.shape[0])
+        a, b = a[:rows], b[:rows]
+    if a.shape != b.shape:
+        return {"name": name, "difference": float("inf"), "text": f"shapes {list(a.shape)} and {list(b.shape)}"}
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return {"name": name, "difference": 0.0, "text": ""}
+    gap = float(torch.linalg.vector_norm(a.double() - b.double()))
+    share = gap / max(float(torch.linalg.vector_norm(a.double())), 1e-300)
+    kinds = "" if a.dtype == b.dtype else f", {a.dtype} and {b.dtype}"
+    return {"name": name, "difference": share or 1e-300, "text": f"{share:.3g} of its norm apart{kinds}"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miras-inspect",
+        description="What a checkpoint or an exported folder holds: configuration, layout, sizes, norms, integrity.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("path", nargs="?", metavar="PATH", help="a run folder, a checkpoint or an exported folder")
+    what.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two of them")
+    parser.add_argument("--tensors", action="store_true", help="a line for every tensor, not for every part")
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    verify = "compare a checkpoint's files with their digests (default: yes)"
+    parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""A folder that is there whole or not at all: written beside its place, and renamed when complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def refuse_occupied(target: Path, field: str) -> None:
+    """Raise ValueError where `target`, which the user named as `field`, holds something already."""
+    if target.is_dir() and any(target.iterdir()):
+        raise ValueError(f"{field} = {target}: is not empty; name a new folder, or remove that one yourself")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{field} = {target}: is a file; name a new folder")
+
+
+def refuse_small_disk(target: Path, field: str, needed: int) -> None:
+    """Raise ValueError where the disk of `target` has less than `needed` bytes left."""
+    place = next(folder for folder in target.absolute().parents if folder.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ValueError(f"{field} = {target}: needs {needed >> 20} MiB, {free >> 20} MiB are free there; make room")
+
+
+@contextmanager
+def new_folder(target: Path, field: str) -> Iterator[Path]:
+    """A folder to fill, called `target` when the block ends well and gone when it doesn't, whatever ended it.
+
+    Raises ValueError where `target` holds something, or the disk doesn't take what is written.
+    """
+    refuse_occupied(target, field)
+    try:
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.absolute().parent))
+    except OSError as error:
+        raise _refused(target, field, error) from None
+    try:
+        yield part
+        part.chmod(0o777 & ~_umask())
+        os.rename(part, target)
+    except OSError as error:
+        raise _refused(target, field, error) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _refused(target: Path, field: str, error: OSError) -> ValueError:
+    reason = error.strerror or error
+    return ValueError(f"{field} = {target}: can't be written ({reason}); make room there, or name another folder")

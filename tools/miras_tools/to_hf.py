@@ -1,0 +1,166 @@
+"""miras-to-hf RUN FOLDER: a checkpoint as a folder that transformers loads with nothing of ours installed.
+
+Exit code 0: written and, unless --no-check, the same as the training model; 1: written, but not the same; 2: bad input,
+said in one message, nothing written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from miras_megatron.config.describe import dump_run
+from miras_megatron.config.schema import Run
+from miras_megatron.training.checkpoint import COMMON, saved_run
+from miras_megatron.training.checkpoint_folder import (
+    damaged_files,
+    find_checkpoint,
+    read_plain,
+    refuse_damaged,
+)
+from miras_megatron.training.main import said_by_us
+from miras_megatron.training.stored_tensors import StoredTensors
+from miras_megatron.training.tokenizer import Tokenizer, load_tokenizer
+
+from .hf_card import write_card
+from .hf_check import compare, refuse_no_transformers
+from .hf_code import write_code
+from .hf_config import TRAINING, write_config
+from .hf_hub import push, refuse_no_client
+from .hf_tokenizer import adds_tokens, write_tokenizer
+from .hf_weights import ExportedWeights
+from .new_folder import new_folder, refuse_occupied, refuse_small_disk
+
+EXAMPLES = """
+examples:
+  miras-to-hf runs/book exported/book
+  miras-to-hf runs/book/checkpoints/step_00000500 exported/book_500 --max-shard-size 2GB
+  miras-to-hf runs/book exported/book --no-check --push OWNER/NAME --private
+
+Any layout of ranks is read, without a GPU and a tensor at a time. The check loads FOLDER in a fresh process and
+compares logits and greedy text with the training model; it needs transformers and as much memory as the model.
+Back again: miras-from-hf.
+"""
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module's docstring for the exit codes."""
+    options = _parser().parse_args(argv)
+    try:
+        return export(options)
+    except ValueError as error:
+        if not said_by_us(error):
+            raise
+        print(f"miras-to-hf: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write, compare, upload. Raises ValueError for what a user can mend."""
+    target = Path(options.folder)
+    _refuse_early(options, target)
+    checkpoint = find_checkpoint(options.run, "RUN")
+    refuse_damaged(checkpoint, damaged_files(checkpoint))
+    run, step = saved_run(checkpoint), int(read_plain(checkpoint / "common.pt", COMMON)["step"])
+    tokenizer = _own_tokenizer(checkpoint, run, options.tokenizer)
+    _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
+    print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
+    if options.check and not _same(checkpoint, target, run, options.python):
+        return 1
+    if options.push:
+        print(f"pushed to {push(target, options.push, options.private)}", flush=True)
+    return 0
+
+
+def _refuse_early(options: argparse.Namespace, target: Path) -> None:
+    """What needs no reading of the checkpoint."""
+    refuse_occupied(target, "FOLDER")
+    if options.push:
+        refuse_no_client(options.push)
+    if options.check:
+        refuse_no_transformers(options.python)
+
+
+def _own_tokenizer(checkpoint: Path, run: Run, given: str | None) -> Tokenizer:
+    """The tokenizer that the checkpoint was trained with. Raises ValueError where it is another one now."""
+    name = given or run.data.tokenizer
+    tokenizer = load_tokenizer(name)
+    digest = read_plain(checkpoint / "common.pt", COMMON)["tokenizer"]
+    if digest != tokenizer.digest:
+        field = "--tokenizer" if given else "data.tokenizer"
+        raise ValueError(
+            f"{field} = {name!r}: has {tokenizer.vocab_size} tokens and digest {tokenizer.digest[:12]}; {checkpoint} "
+            f"was trained with digest {digest[:12]}; name that tokenizer with --tokenizer PATH"
+        )
+    return tokenizer
+
+
+def _write(target: Path, checkpoint: Path, run: Run, tokenizer: Tokenizer, step: int, max_bytes: int) -> None:
+    """The whole folder, or none of it."""
+    weights = ExportedWeights(StoredTensors(checkpoint), run)
+    refuse_small_disk(target, "FOLDER", weights.nbytes)
+    public = public_form(run)
+    with new_folder(target, "FOLDER") as folder:
+        weights.write(folder, max_bytes)
+        write_config(folder, run, tokenizer)
+        write_tokenizer(folder, tokenizer)
+        write_code(folder)
+        write_card(folder, public, step, adds_tokens(tokenizer))
+        (folder / TRAINING).write_text(dump_run(public), encoding="utf-8")
+
+
+def public_form(run: Run) -> Run:
+    """The run without the folders of this machine that mean nothing elsewhere."""
+    place = replace(run.run, dir=f"runs/{Path(run.run.dir).name}")
+    checkpoint = replace(run.checkpoint, resume="auto")
+    return replace(run, run=place, data=replace(run.data, cache=None), checkpoint=checkpoint)
+
+
+def _same(checkpoint: Path, folder: Path, run: Run, python: str) -> bool:
+    """Whether the folder is the training model; the figures are printed either way."""
+    findings = []
+    for finding in compare(checkpoint, folder, run, python):
+        print(f"  {'ok  ' if finding.good else 'FAIL'} {finding.what}: {finding.figure}", flush=True)
+        findings.append(finding)
+    if not all(finding.good for finding in findings):
+        print(f"miras-to-hf: {folder} stays, but it isn't the model that was trained", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _bytes(text: str) -> int:
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if parts is None or parts[2].upper() not in UNITS or float(parts[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a size above 0 such as 5GB, 500MB or 2GiB")
+    return max(1, int(float(parts[1]) * UNITS[parts[2].upper()]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miras-to-hf",
+        description="A checkpoint as a folder that AutoModelForCausalLM loads with nothing of ours installed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run folder (its latest checkpoint) or one of its checkpoints")
+    add("folder", metavar="FOLDER", help="where to write; must not exist, or be empty")
+    add("--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="of a weights file (default: 5GB)")
+    add("--tokenizer", metavar="PATH", help="where the run's tokenizer.json lies now (default: data.tokenizer)")
+    add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare with the training model")
+    add("--python", default=sys.executable, metavar="PATH", help="the interpreter the check loads FOLDER in")
+    add("--push", metavar="REPO", help="upload FOLDER to this model repository of a hub after the check")
+    add("--private", action="store_true", help="where --push makes the repository, only its owner sees it")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
