@@ -10,6 +10,7 @@ from .rules import Rule, gate_of_layer
 from .state import MemoryInputs, MemoryState
 
 OPTIONAL_GATES = ("log_keep",)
+GATES = ("log_keep", "momentum", "lr", "delta", "lr_prev", "window")
 
 
 def check_scan(
@@ -22,6 +23,7 @@ def check_scan(
 ) -> None:
     """Raise ValueError with every problem of a scan's arguments."""
     problems = [
+        *_device_problems(params, inputs, state),
         *_size_problems(inputs, state, chunk_size, checkpoint_every),
         *_param_problems(rule, params, inputs),
         *_state_problems(rule, inputs, state),
@@ -29,6 +31,28 @@ def check_scan(
     ]
     if problems:
         raise ValueError(f"memory rule {rule.name!r} can't scan:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def _device_problems(params: Mapping[str, Tensor], inputs: MemoryInputs, state: MemoryState) -> Iterator[str]:
+    """Tensors of another device than q's: a kernel for CPUs would take their addresses for its own memory."""
+    wanted = inputs.q.device
+    for name, x in named_tensors(params, inputs, state):
+        if x.device != wanted:
+            yield f"{name} is on {x.device}: q is on {wanted}; move both to one device"
+
+
+def named_tensors(
+    params: Mapping[str, Tensor], inputs: MemoryInputs, state: MemoryState
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a scan computes with, named as errors name it; the state's counts lie on the CPU anyway."""
+    for name in ("q", "k", "v", *GATES):
+        given = getattr(inputs, name)
+        if isinstance(given, Tensor):
+            yield name, given
+        elif given is not None:
+            yield from ((f"{name} of matrix {i}", x) for i, x in enumerate(given))
+    yield from ((f"params[{name!r}]", x) for name, x in params.items())
+    yield from ((f"state: {name}", x) for name, x in state.tensors().items() if name not in ("phase", "seen"))
 
 
 def _size_problems(inputs: MemoryInputs, state: MemoryState, chunk_size: int, checkpoint_every: int) -> Iterator[str]:
@@ -87,7 +111,7 @@ def _state_problems(rule: Rule, inputs: MemoryInputs, state: MemoryState) -> Ite
 
 
 def _gate_problems(rule: Rule, inputs: MemoryInputs) -> Iterator[str]:
-    for name in ("log_keep", "momentum", "lr", "delta", "lr_prev", "window"):
+    for name in GATES:
         gate = getattr(inputs, name)
         if name not in rule.gates:
             if gate is not None:
