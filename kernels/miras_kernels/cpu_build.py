@@ -1,7 +1,8 @@
 """cpu_scan.c compiled on the machine that runs it, once, and kept in the user's cache.
 
 A C compiler and the BLAS inside PyTorch are all it takes. Nothing else is loaded: a library is named by the digest of
-its source, its compiler and the CPU, and taken only from a folder that nobody else can write to.
+what it was made from, its source, flags and CPU, and by that of its own bytes, which are looked at before they are
+loaded: a damaged library would end the process, not fail. It is taken only from a folder that nobody else can write to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .cpu_scan import CpuScan
+from .cpu_scan import CpuScan, why_unfit
 
 SOURCE = Path(__file__).with_name("cpu_scan.c")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
@@ -69,15 +70,40 @@ def _compiler() -> str:
 
 
 def _library(folder: Path, compiler: str, defines: tuple[str, ...], about: str) -> ctypes.CDLL:
-    digest = hashlib.sha256("\0".join((about, *defines)).encode()).hexdigest()[:24]
-    target = folder / f"cpu_scan-{digest}.so"
-    if target.exists() and _is_ours(target):
+    """The library that lies in the folder, else one compiled into it."""
+    stem = f"cpu_scan-{hashlib.sha256(chr(0).join((about, *defines)).encode()).hexdigest()[:24]}"
+    return _stored(folder, stem) or _compile(compiler, defines, folder, stem)
+
+
+def _stored(folder: Path, stem: str) -> ctypes.CDLL | None:
+    """A whole library of this name that can be loaded here; damaged ones are removed.
+
+    Nobody writes into a library once it has its name, so what has been looked at is what is loaded.
+    """
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        if not _is_ours(path):
+            continue
+        if path.name != _name(stem, path):
+            path.unlink(missing_ok=True)
+            continue
         try:
-            return ctypes.CDLL(str(target))
-        except OSError:
-            pass  # no library: compiled anew
-    _compile(compiler, defines, target)
-    return ctypes.CDLL(str(target))
+            return _loaded(path)
+        except (OSError, NoKernel):
+            continue  # of another C library, say: whole, but not for this machine
+    return None
+
+
+def _name(stem: str, path: Path) -> str:
+    """What a library with this file's bytes is called."""
+    return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The library, known to be this kernel. Raises OSError where it can't be loaded, NoKernel where it isn't."""
+    library = ctypes.CDLL(str(path))
+    if reason := why_unfit(library):
+        raise NoKernel(f"{path}: {reason}")
+    return library
 
 
 def _own_folder() -> Path:
@@ -111,19 +137,35 @@ def _cpu() -> str:
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
-def _compile(compiler: str, defines: tuple[str, ...], target: Path) -> None:
-    """Into a file of its own, renamed when whole: ranks may compile side by side, and any may be killed."""
+def _compile(compiler: str, defines: tuple[str, ...], folder: Path, stem: str) -> ctypes.CDLL:
+    """Into a folder of its own; loaded, then renamed when whole: ranks may compile side by side, and any be killed."""
     error = ""
     for tuned in TUNED if _cpu() else TUNED[-1:]:
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            made = Path(folder) / target.name
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            made = Path(own) / "cpu_scan.so"
             done = _run([compiler, *FLAGS, *tuned, *defines, str(SOURCE), "-o", str(made), "-lm"])
             if done.returncode == 0:
                 made.chmod(0o700)
-                made.replace(target)
-                return
+                library = _loaded(made)
+                _store(made, folder / _name(stem, made))
+                return library
             error = error or done.stderr.strip()
     raise NoKernel(f"{compiler} failed: {error[:2000]}")
+
+
+def _store(made: Path, target: Path) -> None:
+    """Rename, once the bytes are on the disk: after a power cut a library is there and whole, or not there."""
+    _sync(made)
+    made.replace(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

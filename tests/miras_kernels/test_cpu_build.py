@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from miras_kernels import cpu_build
+from miras_kernels import cpu_build, cpu_scan
 from miras_kernels.cpu_build import NoKernel, load_cpu_scan
 from miras_kernels.cpu_scan import MOST_THREADS
 
@@ -22,6 +24,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cpu_build, "load_cpu_scan", load_cpu_scan.__wrapped__)
     monkeypatch.setenv("MIRAS_KERNEL_CACHE", str(tmp_path / "kernels"))
     return tmp_path / "kernels"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The libraries as they were compiled once for all tests, by name."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIRAS_KERNEL_CACHE", str(folder))
+        load_cpu_scan.__wrapped__()
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _fill(folder: Path, compiled: dict[str, bytes]) -> list[Path]:
+    """The libraries in the test's cache, as a start before this one left them."""
+    folder.mkdir(mode=0o700)
+    for name, whole in compiled.items():
+        (folder / name).write_bytes(whole)
+        (folder / name).chmod(0o700)
+    return [folder / name for name in compiled]
 
 
 def test_a_second_process_takes_what_the_first_compiled(folder: Path) -> None:
@@ -60,17 +81,43 @@ def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
         cpu_build.load_cpu_scan()
 
 
-def test_a_file_that_is_no_library_is_compiled_anew(folder: Path) -> None:
-    """A cache copied badly from another machine must not end the run."""
-    cpu_build.load_cpu_scan()
-    for path in folder.iterdir():
-        path.unlink()
-        path.write_bytes(b"not a library")
-    done = subprocess.run(
-        [sys.executable, "-c", "from miras_kernels.cpu_build import load_cpu_scan; load_cpu_scan()"], timeout=120
-    )
-    assert done.returncode == 0
-    assert all(path.stat().st_size > 10_000 for path in folder.iterdir())
+def _damages() -> dict[str, Callable[[bytes], bytes]]:
+    middle = slice(8192, 16384)
+    return {
+        "no library": lambda whole: b"not a library",
+        "empty": lambda whole: b"",
+        "cut off": lambda whole: whole[: len(whole) // 2],
+        "zeros inside": lambda whole: whole[: middle.start] + bytes(8192) + whole[middle.stop :],
+        "another library": lambda whole: Path(torch._C.__file__).read_bytes(),
+    }
+
+
+@pytest.mark.parametrize("damage", _damages())
+def test_a_damaged_library_is_compiled_anew(damage: str, folder: Path, compiled: dict[str, bytes]) -> None:
+    """A cache copied badly or cut off by a full disk ended every run with a signal that nobody can catch."""
+    for path in _fill(folder, compiled):
+        path.write_bytes(_damages()[damage](path.read_bytes()))
+    script = "from miras_kernels.cpu_build import load_cpu_scan; load_cpu_scan()"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == compiled
+
+
+def test_a_whole_library_that_is_not_the_kernel_is_no_kernel(tmp_path: Path) -> None:
+    """One that lacks a function, or was made from another cpu_scan.c than cpu_scan.py tells of, must not be called."""
+    with pytest.raises(NoKernel, match="it has no lane_bytes, kept_elements, .*scan_backward"):
+        cpu_build._loaded(Path(torch._C.__file__))
+    fake = SimpleNamespace(**{name: lambda: 8 for name in (*cpu_scan.COUNTS, *cpu_scan.WALKS)})
+    assert "its Lane has 8 bytes" in cpu_scan.why_unfit(fake)  # type: ignore[arg-type]
+
+
+def test_two_processes_may_compile_at_once(folder: Path, compiled: dict[str, bytes]) -> None:
+    """Ranks start together, on a damaged cache too: all of them get the kernel, and whole files stay."""
+    for path in _fill(folder, compiled):
+        path.write_bytes(b"damaged")
+    script = "from miras_kernels.cpu_build import load_cpu_scan; load_cpu_scan()"
+    ranks = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == compiled
 
 
 def test_the_kernel_is_off_when_not_wanted() -> None:
@@ -113,13 +160,9 @@ def test_without_a_home_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert use_cpu_kernel() == "Could not determine home directory.; set MIRAS_KERNEL_CACHE to a folder of your own"
 
 
-def test_a_library_that_others_may_write_to_is_compiled_anew(folder: Path) -> None:
+def test_a_library_that_others_may_write_to_is_compiled_anew(folder: Path, compiled: dict[str, bytes]) -> None:
     """Linkers leave files open to the group where the umask does."""
-    cpu_build.load_cpu_scan()
-    assert all(path.stat().st_mode & 0o777 == 0o700 for path in folder.iterdir())
-    for path in folder.iterdir():
-        path.unlink()
-        path.write_bytes(b"somebody's")
+    for path in _fill(folder, compiled):
         path.chmod(0o722)
     cpu_build.load_cpu_scan()
-    assert all(path.stat().st_size > 10_000 and path.stat().st_mode & 0o777 == 0o700 for path in folder.iterdir())
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in folder.iterdir())
