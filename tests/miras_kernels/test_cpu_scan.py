@@ -102,6 +102,27 @@ def test_extreme_gates_equal_the_oracle(name: str, gates: dict[str, float], kern
     _assert_equals_oracle(case, kernel)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "above", [{"log_keep": 0.0}, {"log_keep": 1e-6}, {"log_keep": 0.3}, {"momentum": 1.2}], ids=str
+)
+def test_gates_at_and_above_one_are_the_oracles(
+    above: dict[str, float], dtype: torch.dtype, kernel: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside its range a gate was cut off by the kernel alone: a machine with a compiler trained another memory."""
+    case = make_case(WALKED["titans"], 9, 5, dtype=dtype)
+    with torch.no_grad():
+        for gate, value in above.items():
+            getattr(case.inputs, gate)[:, 1:8].fill_(value)
+    want, got = outcome(oracle.scan_memory, case), outcome(scan_memory, case)
+    assert "forward" in kernel and "backward" in kernel
+    monkeypatch.delitem(KERNELS, "cpu")
+    plain = outcome(scan_memory, case)
+    bounds = (1e-9, 1e-4) if dtype == torch.float64 else (1e-4, 1e-2)
+    assert_same(got, want, *bounds)
+    assert_same(plain, want, *bounds)
+
+
 def test_packed_documents_equal_the_oracle(kernel: list[str]) -> None:
     """Borders that differ between rows: lanes of one call stand in different documents' places."""
     case = make_case(WALKED["titans"], 14, 4, phases=[3, 0])
