@@ -82,11 +82,10 @@ static void unflush(unsigned before)
 static const REAL ROOT_HALF = (REAL)0.70710678118654752440, ROOT_TWO_PI = (REAL)0.39894228040143267794;
 
 #ifdef SINGLE
-/* exp of x <= 0 by Cody and Waite's reduction, x = k log 2 + f, and a polynomial of f; exp(-87) below -87. */
-static inline float exponential(float x)
+/* exp of x in [-87, 88] by Cody and Waite's reduction, x = k log 2 + f, and a polynomial of f; half has x's sign. */
+static inline float exponential_by(float x, float half)
 {
-    x = x < -87.0f ? -87.0f : x;
-    int32_t whole = (int32_t)(x * 1.44269504088896341f - 0.5f);
+    int32_t whole = (int32_t)(x * 1.44269504088896341f + half);
     float k = (float)whole;
     float f = (x - k * 0.693359375f) + k * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -98,6 +97,16 @@ static inline float exponential(float x)
     p = p * f * f + f + 1.0f;
     union { int32_t bits; float value; } power = {(whole + 127) << 23};
     return p * power.value;
+}
+
+/* exp of x <= 0; exp(-87) below -87 */
+static inline float exponential(float x) { return exponential_by(x < -87.0f ? -87.0f : x, -0.5f); }
+
+/* exp, exp(88) above 88 */
+static inline float growth(float x)
+{
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    return exponential_by(x, x > 0 ? 0.5f : -0.5f);
 }
 
 /* erf as a ratio of polynomials on [-4, 4], 1 beyond. */
@@ -121,6 +130,7 @@ static inline float error_function(float x)
 }
 #else
 static inline double exponential(double x) { return exp(x); }
+static inline double growth(double x) { return exp(x); }
 static inline double error_function(double x) { return erf(x); }
 #endif
 
@@ -280,12 +290,12 @@ typedef struct {
     REAL *start, *within; /* [c], [c, c] */
 } Products;
 
-/* exp of x <= 0, 0 at the floor: subnormal numbers would slow every product that meets them tenfold */
+/* exp(x), 0 at the floor: subnormal numbers would slow every product that meets them tenfold. Gates above 1 grow what
+they act on, as in log_products and the oracle. */
 static inline REAL flushed(double x, REAL floor, REAL least)
 {
     REAL at = (REAL)x;
-    at = at < floor ? floor : at > 0 ? 0 : at;
-    at = exponential(at);
+    at = growth(at < floor ? floor : at);
     return at <= least ? 0 : at;
 }
 

@@ -54,14 +54,25 @@ class Lane(ctypes.Structure):
     )
 
 
+COUNTS, WALKS = ("lane_bytes", "kept_elements", "scratch_elements"), ("scan_forward", "scan_again", "scan_backward")
+"""cpu_scan.c's functions, those that return a number first"""
+
+
+def why_unfit(library: ctypes.CDLL) -> str:
+    """Declares what the library's functions return; why it isn't this file's kernel, "" if it is."""
+    if missing := [name for name in (*COUNTS, *WALKS) if not hasattr(library, name)]:
+        return f"it has no {', '.join(missing)}"
+    for name in COUNTS:
+        getattr(library, name).restype = Integer
+    theirs, ours = library.lane_bytes(), ctypes.sizeof(Lane)
+    return "" if theirs == ours else f"its Lane has {theirs} bytes, that of cpu_scan.py {ours}"
+
+
 class CpuScan:
-    """The compiled walk; `libraries` and `products` (sgemm, dgemm) per dtype."""
+    """The compiled walk; `libraries` that `why_unfit` knows and `products` (sgemm, dgemm) per dtype."""
 
     def __init__(self, libraries: dict[torch.dtype, ctypes.CDLL], products: dict[torch.dtype, int]) -> None:
         self._libraries, self._products = libraries, products
-        for library in libraries.values():
-            library.kept_elements.restype = library.scratch_elements.restype = library.lane_bytes.restype = Integer
-            assert library.lane_bytes() == ctypes.sizeof(Lane), "cpu_scan.py and cpu_scan.c differ in Lane"
 
     def takes(self, objective: str, depth: int, like: Tensor) -> bool:
         """Float32 and float64, l2 and dot, as deep as rules are, on few threads."""

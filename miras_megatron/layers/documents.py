@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..memory.lanes import border_rows, read_borders
+
 CuSeqlens = Tensor | Sequence[Tensor] | None
 """Document starts and, last, T: one int64 tensor for all rows or one per row; None: one document.
 The first document of a row goes on from the state that comes in, every later one starts anew."""
@@ -37,10 +39,10 @@ class Documents:
         """From document borders; None where every row is one document. Raises ValueError on bad borders."""
         if cu_seqlens is None:
             return None
-        rows = [cu_seqlens] * batch if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+        rows = border_rows(cu_seqlens, batch)
         if len(rows) != batch:
             raise ValueError(f"cu_seqlens: {len(rows)} rows for a batch of {batch}; give one tensor, or one per row")
-        starts = tuple(_starts(row, tokens) for row in rows)
+        starts = tuple(_starts(read_borders(i, row), tokens) for i, row in enumerate(rows))
         return None if all(row == (0,) for row in starts) else cls(starts, tokens)
 
     @property
@@ -57,8 +59,7 @@ class Documents:
         return place.to(device)
 
 
-def _starts(cu_seqlens: Tensor | Sequence[int], tokens: int) -> tuple[int, ...]:
-    borders = [int(b) for b in cu_seqlens]
+def _starts(borders: list[int], tokens: int) -> tuple[int, ...]:
     if not borders or borders[0] != 0 or borders[-1] != tokens or borders != sorted(borders):
         raise ValueError(f"cu_seqlens = {borders}: must ascend from 0 to the number of tokens ({tokens})")
     return tuple(sorted(set(borders[:-1]) - {tokens})) or (0,)

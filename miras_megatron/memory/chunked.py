@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import retention
-from .checks import check_scan
+from .checks import check_read, check_scan
 from .features import polynomial_features
 from .fused import TILE, scan_fused, takes_fused
 from .lanes import document_cuts, scan_lanes
@@ -46,7 +46,8 @@ def scan_memory(
                       document goes on from `state`, every later one starts afresh, chunk grid included
     checkpoint_every  chunks between two states kept for backward
     returns           reads [B, T, N, D] in q's dtype, and the state after each row's last token
-    Raises ValueError with every problem of the arguments. Gradients flow to inputs, params and state.
+    A batch of no rows reads [0, T, N, D]. Raises ValueError with every problem of the arguments. Gradients flow to
+    inputs, params and state.
     """
     check_scan(rule, params, inputs, state, chunk_size, checkpoint_every)
     batch, length = inputs.q.shape[:2]
@@ -55,6 +56,8 @@ def scan_memory(
         return _scan_uniform(rule, params, part, start, chunk_size, checkpoint_every)
 
     cuts = document_cuts(cu_seqlens, batch, length)
+    if batch == 0:
+        return read_memory(rule, params, state, inputs.q), state
     if all(len(cut) == 2 for cut in cuts) and bool((state.phase == state.phase[0]).all()):
         return scan(inputs, state)
     return scan_lanes(scan, inputs, state, lambda rows: rule.init_state(params, rows), cuts)
@@ -82,7 +85,11 @@ def replay_scan(
 
 
 def read_memory(rule: Rule, params: dict[str, Tensor], state: MemoryState, q: Tensor) -> Tensor:
-    """Read the running weights with queries q [B, T, N, D] without writing; returns [B, T, N, D] in q's dtype."""
+    """Read the running weights with queries q [B, T, N, D] without writing; returns [B, T, N, D] in q's dtype.
+
+    Raises ValueError with every problem of the arguments.
+    """
+    check_read(rule, params, state, q)
     dtype = state.weights[0].dtype
     plain = q.to(dtype).transpose(1, 2)
     query = polynomial_features(plain, params["coefficients"]) if rule.degree > 1 else plain

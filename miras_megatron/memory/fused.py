@@ -130,7 +130,7 @@ def _by_groups(plan: Plan, tokens: list[Tensor], norm: list[Tensor], matrices: l
 
 
 def _scan(plan: Plan, flat: list[Tensor]) -> tuple[Tensor, ...]:
-    kernel = kernel_for(plan, flat[0])
+    kernel = kernel_for(plan, flat)
     if kernel is None:
         found: tuple[Tensor, ...] = FusedScan.apply(plan, *flat)
         return found

@@ -96,11 +96,18 @@ KERNELS: dict[str, LaneKernel] = {}
 """device type -> its kernel; the scans of a device without one are torch's operations"""
 
 
-def kernel_for(plan: Plan, like: Tensor) -> LaneKernel | None:
-    """The kernel that walks this plan on tensors such as `like`, if there is one."""
-    kernel, rule = KERNELS.get(like.device.type), plan.rule
+def kernel_for(plan: Plan, flat: Sequence[Tensor]) -> LaneKernel | None:
+    """The kernel that walks this plan on these arguments, if there is one.
+
+    It is handed addresses: a tensor of another device or dtype would be read as if it were of the first's. Such
+    arguments are left to torch's operations, which say what is wrong.
+    """
+    like, rule = flat[0], plan.rule
+    kernel = KERNELS.get(like.device.type)
+    if kernel is None or any(x.device != like.device or x.dtype != like.dtype for x in flat):
+        return None
     objective = "l2" if rule.objective == "lp" and rule.p == 2.0 else rule.objective
-    return kernel if kernel is not None and kernel.takes(objective, plan.depth, like) else None
+    return kernel if kernel.takes(objective, plan.depth, like) else None
 
 
 class LaneScan(torch.autograd.Function):

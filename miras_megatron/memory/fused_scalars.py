@@ -52,7 +52,8 @@ class Products:
         floor, dtype = LOG_FLOOR[log_gate.dtype], log_gate.dtype
         # a gate of 0 is one below the floor
         sums = log_gate.clamp_min(2.0 * floor).double().cumsum(-1)
-        between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(dtype).clamp_(floor, 0.0)
+        # above the diagonal logs are those of quotients, which may be infinite
+        between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(dtype).tril_().clamp_min_(floor)
         return cls(_flushed(sums.to(dtype).clamp_min_(floor)), _flushed(between).mul_(_lower(between)))
 
     def gate_gradient(self, dstart: Tensor, dwithin: Tensor) -> Tensor:

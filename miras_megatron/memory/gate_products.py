@@ -3,6 +3,10 @@
 For x_t = a_t x_{t-1} + s_t the solution is x = P [x_0, s_1 .. s_T] with P[t, j] = a_{j+1} ... a_t. P is the
 inverse of the bidiagonal I - L, L[t, t-1] = a_t. It is summed in log space without subtraction, so gates of
 exactly 0 and cumulative logs far below -200 give zeros, never NaN; its gradient divides by nothing.
+
+Gates belong in [0, 1]. Those above 1 are neither refused, which would take a look at every gate of every call, nor
+clamped, which would be another function than the oracle's without a word: they grow what they act on, here, in
+`fused_scalars` and in the kernel for CPUs.
 """
 
 from __future__ import annotations

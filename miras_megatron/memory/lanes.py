@@ -7,10 +7,12 @@ a complete state allows at any token. Nothing is padded.
 
 from __future__ import annotations
 
+import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,18 +45,40 @@ def document_cuts(cu_seqlens: Tensor | Sequence[Tensor] | None, batch: int, leng
     """
     if cu_seqlens is None:
         return [[0, length]] * batch
-    rows = [cu_seqlens] * batch if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    rows = border_rows(cu_seqlens, batch)
     if len(rows) != batch:
         raise ValueError(
             f"cu_seqlens: {len(rows)} entries for a batch of {batch}; give one tensor a row, or one for all"
         )
     cuts = []
     for row, borders in enumerate(rows):
-        cut = [int(x) for x in borders]
+        cut = read_borders(row, borders)
         if len(cut) < 2 or cut[0] != 0 or cut[-1] != length or any(a > b for a, b in zip(cut, cut[1:], strict=False)):
             raise ValueError(f"cu_seqlens of row {row} = {cut}: must rise from 0 to the number of tokens, {length}")
         cuts.append([a for a, b in zip(cut, cut[1:], strict=False) if a < b] + [length])
     return cuts
+
+
+def border_rows(cu_seqlens: Any, batch: int) -> list[Any]:
+    """The borders of each row as they were given. Raises ValueError where they are neither a tensor nor a list."""
+    if isinstance(cu_seqlens, Tensor):
+        return [cu_seqlens] * batch
+    if not isinstance(cu_seqlens, (list, tuple)):
+        raise ValueError(f"cu_seqlens = {cu_seqlens!r}: must be one tensor, or a list with one a row")
+    return list(cu_seqlens)
+
+
+def read_borders(row: int, borders: Any) -> list[int]:
+    """One row's borders as numbers. Raises ValueError where they aren't whole numbers in one dimension."""
+    if isinstance(borders, (list, tuple)) and all(type(x) is int for x in borders):
+        return list(borders)
+    if not isinstance(borders, Tensor):
+        raise ValueError(f"cu_seqlens of row {row} = {reprlib.repr(borders)}: must be a tensor of whole numbers")
+    whole = borders.dtype in (torch.int64, torch.int32) or not borders.numel()  # torch.tensor([]) is float
+    if borders.ndim != 1 or not whole:
+        is_now = f"{borders.dtype} {tuple(borders.shape)}"
+        raise ValueError(f"cu_seqlens of row {row} is {is_now}: must be int64 with one dimension")
+    return [int(x) for x in borders.tolist()]
 
 
 def scan_lanes(

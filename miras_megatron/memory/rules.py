@@ -7,7 +7,7 @@ combinations are refused here, all at once, each with the field, the value and t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class Rule(Choices):
         coefficients [heads, degree+1] Taylor coefficients of the features, start 1/i!, where degree > 1
         log_keep     [heads]           retnet's constant
         """
+        _refuse(self.name, [*_size_problems("heads", heads, 1), *_size_problems("head_dim", head_dim, 1)], "params")
         params: dict[str, Tensor] = {}
         for i, (out, fan_in) in enumerate(self.shapes(head_dim)):
             noise = torch.randn(heads, out, fan_in, generator=generator, dtype=dtype, device=device)
@@ -96,6 +97,7 @@ class Rule(Choices):
 
     def init_state(self, params: dict[str, Tensor], batch: int) -> MemoryState:
         """The state before the first token, for `batch` rows; at least float32; gradients flow to params."""
+        _refuse(self.name, list(_size_problems("batch", batch, 0)), "a state")
         weights = tuple(_at_least_float32(w).expand(batch, *w.shape) for w in self.start_weights(params))
         momentum: tuple[Tensor, ...] = tuple(torch.zeros_like(w) for w in weights) if self.momentum else ()
         if self.is_ftrl:
@@ -119,9 +121,15 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _refuse(name: str, problems: Sequence[Problem]) -> None:
+def _size_problems(name: str, size: object, least: int) -> Iterator[str]:
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
+        yield f"{name} = {size!r}: must be a whole number of at least {least}"
+
+
+def _refuse(name: str, problems: Sequence[Problem | str], what: str = "") -> None:
     if problems:
-        raise ValueError(f"rule {name!r} can't be built:\n" + "\n".join(f"  {p}" for p in problems))
+        deed = f"can't make {what}" if what else "can't be built"
+        raise ValueError(f"rule {name!r} {deed}:\n" + "\n".join(f"  {p}" for p in problems))
 
 
 RULES: dict[str, Rule] = {name: Rule(name=name, **preset) for name, preset in PRESETS.items()}

@@ -7,7 +7,6 @@ any token, also inside an unfinished chunk; it never holds a token of the future
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .state_file import read_tensors, write_tensors
+
 Gate = Tensor | Sequence[Tensor] | None
 """One gate for all memory layers, or one per layer (input matrix first); None where a rule has none."""
-
-STATE_FORMAT = 1
 
 
 @dataclass
@@ -138,28 +137,15 @@ class MemoryState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to `path`, whole or not at all."""
-        part = f"{os.fspath(path)}.part"
-        torch.save({"format": STATE_FORMAT, "tensors": self.detach().tensors()}, part)
-        os.replace(part, path)
+        write_tensors(path, self.detach().tensors())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> MemoryState:
         """Read a state that `save` wrote; nothing is unpickled but tensors.
 
-        Raises ValueError where the file is empty, cut off or of another format.
+        Raises ValueError where the file is empty, cut off, of another format or holds no state.
         """
-        try:
-            stored = torch.load(path, map_location=device, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            reason = "is empty" if os.path.getsize(path) == 0 else f"can't be read ({type(error).__name__})"
-            raise ValueError(f"{os.fspath(path)}: no memory state: the file {reason}") from None
-        if not isinstance(stored, dict) or stored.get("format") != STATE_FORMAT:
-            raise ValueError(f"{os.fspath(path)}: not a memory state of format {STATE_FORMAT}")
-        flat = stored["tensors"]
-        for name in ("phase", "seen"):
-            if name in flat:
-                flat[name] = flat[name].cpu()
-        return cls.from_tensors(flat)
+        return cls.from_tensors(read_tensors(path, device))
 
 
 pytree.register_pytree_node(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,44 @@ def test_an_empty_or_cut_file_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"state\.pt: no memory state: the file can't be read"):
         MemoryState.load(path)
+
+
+@pytest.mark.parametrize("text", ["hello", "# notes\n\nof a run\n", "{}", "0" * 200, "cposix\nsystem\n"])
+def test_a_text_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    """Somebody's notes under the state's name gave a KeyError of a letter."""
+    (tmp_path / "state.pt").write_text(text)
+    with pytest.raises(ValueError, match=r"state\.pt: no memory state: the file can't be read"):
+        MemoryState.load(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, "its tensors are no mapping from names to tensors"),
+        ([], "its tensors are no mapping"),
+        ({"weights.0": None}, "its tensors are no mapping"),
+        ({"phase": ...}, "phase is missing"),
+        ({"weights.0": ...}, "weights.0 is missing; 'weights.1' is no part"),
+        ({"weights.0": ..., "weights.1": ...}, "weights.0 is missing"),
+        ({"weights.x": torch.zeros(3, 1, 1, 1)}, "weights.2 is missing; 'weights.x' is no part of a state"),
+        ({"optimizer": torch.zeros(1)}, "'optimizer' is no part of a state"),
+        ({0: torch.zeros(1)}, "0 is no part of a state"),
+        ({"phase": torch.zeros(3)}, r"phase is torch.float32 \(3,\), must be int64 \[B\]"),
+        ({"phase": torch.zeros((), dtype=torch.int64)}, r"phase is torch.int64 \(\)"),
+        (
+            {"phase": torch.zeros(2, dtype=torch.int64)},
+            r"weights.0 is torch.float64 \(3, 2, 16, 4\), must be .* rows of",
+        ),
+        ({"momentum.1": torch.zeros(3, 2)}, r"momentum.1 is torch.float32 \(3, 2\), must be floating point \[B, N"),
+    ],
+)
+def test_a_well_formed_file_without_a_state_is_refused_by_name(change: Any, said: str, tmp_path: Path) -> None:
+    """Somebody's own tensors, or a state put together wrongly: named here, not found inside a scan."""
+    flat: Any = _state_inside_a_chunk("titans").detach().tensors()
+    flat = {n: x for n, x in (flat | change).items() if x is not ...} if isinstance(change, dict) else change
+    torch.save({"format": 1, "tensors": flat}, tmp_path / "state.pt")
+    with pytest.raises(ValueError, match=rf"state\.pt: no memory state: .*{said}"):
+        MemoryState.load(tmp_path / "state.pt")
 
 
 @pytest.mark.parametrize("name", RULES)

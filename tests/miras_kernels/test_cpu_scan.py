@@ -16,7 +16,8 @@ from miras_kernels.cpu_build import NoKernel, load_cpu_scan
 from miras_kernels.cpu_scan import MOST_THREADS, CpuScan
 
 from miras_megatron.memory import RULES, make_rule, oracle, scan_memory
-from miras_megatron.memory.fused_lanes import KERNELS
+from miras_megatron.memory.fused_lanes import KERNELS, kernel_for
+from miras_megatron.memory.fused_plan import Plan, Tile
 
 FREE = ("titans", "titans_linear", "dla", "retnet", "linear_attention", "ttt_linear", "ttt_mlp")
 WALKED = {
@@ -99,6 +100,27 @@ def test_extreme_gates_equal_the_oracle(name: str, gates: dict[str, float], kern
         for gate, value in gates.items():
             getattr(case.inputs, gate)[:, 1:8].fill_(value)
     _assert_equals_oracle(case, kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "above", [{"log_keep": 0.0}, {"log_keep": 1e-6}, {"log_keep": 0.3}, {"momentum": 1.2}], ids=str
+)
+def test_gates_at_and_above_one_are_the_oracles(
+    above: dict[str, float], dtype: torch.dtype, kernel: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside its range a gate was cut off by the kernel alone: a machine with a compiler trained another memory."""
+    case = make_case(WALKED["titans"], 9, 5, dtype=dtype)
+    with torch.no_grad():
+        for gate, value in above.items():
+            getattr(case.inputs, gate)[:, 1:8].fill_(value)
+    want, got = outcome(oracle.scan_memory, case), outcome(scan_memory, case)
+    assert "forward" in kernel and "backward" in kernel
+    monkeypatch.delitem(KERNELS, "cpu")
+    plain = outcome(scan_memory, case)
+    bounds = (1e-9, 1e-4) if dtype == torch.float64 else (1e-4, 1e-2)
+    assert_same(got, want, *bounds)
+    assert_same(plain, want, *bounds)
 
 
 def test_packed_documents_equal_the_oracle(kernel: list[str]) -> None:
@@ -225,6 +247,38 @@ def test_a_second_derivative_is_refused(kernel: list[str]) -> None:
     (grad,) = torch.autograd.grad(reads.square().sum(), case.inputs.k, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("elsewhere", ["q", "k", "lr", "params['norm_weight']", "state: weights.0", "state: anchor.1"])
+def test_tensors_of_two_devices_are_refused_by_name(elsewhere: str, kernel: list[str]) -> None:
+    """The kernel takes addresses: one of another device's memory ended the process with a segmentation fault."""
+    case = make_case(WALKED["titans"], 5, 4)
+    params, inputs, state = dict(case.params), case.inputs, case.state
+
+    def away(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().to("meta")
+
+    if elsewhere.startswith("params"):
+        params["norm_weight"] = away(params["norm_weight"])
+    elif elsewhere.startswith("state"):
+        flat = state.tensors()
+        state = type(state).from_tensors(flat | {elsewhere[7:]: away(flat[elsewhere[7:]])})
+    else:
+        assert isinstance(gate := getattr(inputs, elsewhere), torch.Tensor)
+        inputs = replace(inputs, **{elsewhere: away(gate)})
+    with pytest.raises(ValueError, match="is on (meta|cpu): q is on (cpu|meta)") as refused:
+        scan_memory(case.rule, params, inputs, state, 4)
+    assert (f"{elsewhere} is on meta" if elsewhere != "q" else "q is on meta") in str(refused.value) and not kernel
+
+
+def test_arguments_of_two_devices_or_dtypes_never_reach_the_kernel(kernel: list[str]) -> None:
+    """The last guard before addresses are taken, whatever a caller forgot to look at."""
+    rule = WALKED["titans"]
+    plan = Plan(rule, ((Tile(0, 1, True, False),),), rule.depth, False, True, (True, True), False, True, False)
+    same = [torch.zeros(1), torch.zeros(2)]
+    assert kernel_for(plan, same) is KERNELS["cpu"]
+    for other in (torch.zeros(1, device="meta"), torch.zeros(1, dtype=torch.float64)):
+        assert kernel_for(plan, [*same, other]) is None
 
 
 def test_what_it_does_not_walk_goes_to_torch(kernel: list[str]) -> None:
