@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 PYTEST = $(BIN)/python -m pytest
+# whole files, in their order: xdist's own begins with those of most tests, and ends with those of few and long ones
+TWO = --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 HF_OTHERS = 4.57.6 5.0.0
@@ -45,10 +47,10 @@ check: $(READY)
 	$(PYTEST) -q tests/test_architecture.py
 
 test: check
-	$(PYTEST) --numprocesses=2 --dist=loadfile --durations=20
+	$(PYTEST) $(TWO) --durations=20
 
 test-full: check
-	$(PYTEST) --numprocesses=2 --dist=loadfile -m "full or not full" --durations=40
+	$(PYTEST) $(TWO) -m "full or not full" --durations=40
 
 smoke-gpu: $(READY)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \

@@ -26,9 +26,9 @@ PYTHON = os.environ.get("MIRAS_TRANSFORMERS_PYTHON", sys.executable)
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "every block, untied": {"pattern": "mcgwa", "tie_embeddings": False},
-    "memory as context, bf16": {"pattern": "cc", "precision": "bf16"},
 }
 FULL: dict[str, dict[str, Any]] = {
+    "memory as context, bf16": {"pattern": "cc", "precision": "bf16"},
     **{f"block {letter}": {"pattern": 2 * letter} for letter in "mcgwa"},
     **{f"rule {rule}": {"pattern": "mm", "rule": rule} for rule in RULES},
     "memory tokens, no convolution": {"pattern": "cc", "memory_tokens": 2, "conv": 0},

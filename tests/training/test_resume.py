@@ -31,7 +31,7 @@ def assert_same_run(one, other):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"training__precision": "fp32"},
+        pytest.param({"training__precision": "fp32"}, marks=pytest.mark.full),
         {"training__precision": "bf16"},
         {"training__precision": "fp32", "data__packing": "ordered", "model__block": "mac"},
     ],

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from miras_megatron.compat.heap import give_back_large_blocks
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.schema import Run
 from miras_megatron.training.checkpoint import COMMON, saved_run
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write, compare, upload. Raises ValueError for what a user can mend."""
+    give_back_large_blocks()  # tensors come and go one by one: their room goes back, or the heap keeps holes
     target = Path(options.folder)
     _refuse_early(options, target)
     checkpoint = find_checkpoint(options.run, "RUN")
