@@ -13,6 +13,8 @@ from miras_tools.bench_report import summarise, table
 RESULT = {"seconds": 2.0, "cpu_seconds": 1.0, "peak_mib": 10.0, "rate": 1e11}
 
 
+@pytest.mark.full
+@pytest.mark.slow
 def test_a_quick_run_without_the_peer_writes_the_documented_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from miras_megatron.parallel.simulation import LayerCosts, Parts
 LONG = str(Path(__file__).resolve().parents[2] / "configs/runs/long_2m_cpu.yaml")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_quick_comparison_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command works on any machine, agrees with one rank, and writes what it says."""
