@@ -132,6 +132,9 @@ class MirasPreTrainedModel(PreTrainedModel):
         """As transformers', which wants names of what is kept in float32, and of nothing that isn't there."""
         parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = WIDE & parts
+        plan = getattr(self, "dtype_plan", None)
+        if isinstance(plan, dict):  # transformers 5.0 has made it from the class
+            plan.update(dict.fromkeys(WIDE & parts, torch.float32))
         super().post_init()
 
     @torch.no_grad()
