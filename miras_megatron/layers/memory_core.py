@@ -69,11 +69,13 @@ class MemoryCore(nn.Module):
         """The whole state before the first token: empty tails and the start of the memory."""
         paths = {"query": (self.query, self.query_conv), "key_value": (self.key_value, self.key_value_conv)}
         widths = {"query": self.heads * self.width, "key_value": 2 * self.heads * self.width}
+        memory = self.start(batch)
+        device = memory.weights[0].device  # not the projections': whoever offloads them keeps them elsewhere
         tails = {
-            name: cast(Tensor, linear.weight).new_zeros(batch, conv.context, widths[name])
+            name: cast(Tensor, linear.weight).new_zeros(batch, conv.context, widths[name], device=device)
             for name, (linear, conv) in paths.items()
         }
-        return tails | {"memory": self.start(batch)}
+        return tails | {"memory": memory}
 
     # -- paths ---------------------------------------------------------------------------------------
     def ask(
