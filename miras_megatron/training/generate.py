@@ -26,7 +26,7 @@ from ..parallel.mesh import ParallelMesh
 from .checkpoint import load_weights, saved_run
 from .checkpoint_folder import find_checkpoint, read_manifest
 from .job import Job
-from .main import said_by_us
+from .main import one_message
 from .process import settle_process, told_where_memory_is_short
 from .session import Session
 from .tokenizer import Tokenizer, load_tokenizer
@@ -36,17 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 when text was written, 2 for something to mend."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
-    try:
-        refuse_no_folder(options.session)
-        with open_model(Path(options.run)) as opened:
-            _write(opened, options)
-    except ValueError as error:
-        if not said_by_us(error):
-            raise
-        print(f"miras-generate: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return one_message("miras-generate", lambda: generate(options))
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Write text to standard output. Raises ValueError for what a user can mend."""
+    refuse_no_folder(options.session)
+    with open_model(Path(options.run)) as opened:
+        _write(opened, options)
     return 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..config.check import check_run
 from ..config.errors import ConfigError
@@ -68,6 +68,19 @@ def run_training(run: Run, source: str) -> int:
     except RankLost as lost:
         print(f"miras-train: {lost}", file=sys.stderr, flush=True)
         return 4
+
+
+def one_message(name: str, work: Callable[[], int]) -> int:
+    """What `work` of the command `name` returns; 2 for something to mend, said in one message, and 130 for Ctrl-C."""
+    try:
+        return work()
+    except ValueError as error:
+        if not said_by_us(error):
+            raise
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def said_by_us(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ from miras_megatron.training.checkpoint_folder import (
     write_manifest,
     write_plain,
 )
-from miras_megatron.training.main import said_by_us
+from miras_megatron.training.main import one_message
 from miras_megatron.training.run_folder import stored_form
 from miras_megatron.training.stored_tensors import write_tensors
 from miras_megatron.training.tokenizer import JsonTokenizer, Tokenizer
@@ -48,15 +48,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module's docstring for the exit codes."""
     options = _parser().parse_args(argv)
-    try:
-        return import_folder(options)
-    except ValueError as error:
-        if not said_by_us(error):
-            raise
-        print(f"miras-from-hf: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return one_message("miras-from-hf", lambda: import_folder(options))
 
 
 def import_folder(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from miras_megatron.config.schema import Run, flatten
 from miras_megatron.config.sizes import state_bytes
 from miras_megatron.model.build import part_of
-from miras_megatron.training.main import said_by_us
+from miras_megatron.training.main import one_message
 
 from .held_weights import HeldWeights, open_held
 from .hf_names import VOCABULARY, to_hf
@@ -37,17 +37,14 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module's docstring for the exit codes."""
     options = _parser().parse_args(argv)
-    try:
-        if options.diff:
-            return compare(*(open_held(Path(path), options.verify) for path in options.diff), as_json=options.json)
-        return describe(open_held(Path(options.path), options.verify), options.tensors, as_json=options.json)
-    except ValueError as error:
-        if not said_by_us(error):
-            raise
-        print(f"miras-inspect: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return one_message("miras-inspect", lambda: inspect(options))
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Describe one, or compare two. Raises ValueError for what a user can mend."""
+    if options.diff:
+        return compare(*(open_held(Path(path), options.verify) for path in options.diff), as_json=options.json)
+    return describe(open_held(Path(options.path), options.verify), options.tensors, as_json=options.json)
 
 
 # -- one ---------------------------------------------------------------------------------------------

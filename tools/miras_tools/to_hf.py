@@ -23,7 +23,7 @@ from miras_megatron.training.checkpoint_folder import (
     read_plain,
     refuse_damaged,
 )
-from miras_megatron.training.main import said_by_us
+from miras_megatron.training.main import one_message
 from miras_megatron.training.stored_tensors import StoredTensors
 from miras_megatron.training.tokenizer import Tokenizer, load_tokenizer
 
@@ -53,15 +53,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KI
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module's docstring for the exit codes."""
     options = _parser().parse_args(argv)
-    try:
-        return export(options)
-    except ValueError as error:
-        if not said_by_us(error):
-            raise
-        print(f"miras-to-hf: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return one_message("miras-to-hf", lambda: export(options))
 
 
 def export(options: argparse.Namespace) -> int:
@@ -71,8 +63,8 @@ def export(options: argparse.Namespace) -> int:
     _refuse_early(options, target)
     checkpoint = find_checkpoint(options.run, "RUN")
     refuse_damaged(checkpoint, damaged_files(checkpoint))
-    run, step = saved_run(checkpoint), int(read_plain(checkpoint / "common.pt", COMMON)["step"])
-    tokenizer = _own_tokenizer(checkpoint, run, options.tokenizer)
+    run, common = saved_run(checkpoint), read_plain(checkpoint / "common.pt", COMMON)
+    step, tokenizer = int(common["step"]), _own_tokenizer(checkpoint, run, options.tokenizer, common["tokenizer"])
     _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
     print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
     if options.check and not _same(checkpoint, target, run, options.python):
@@ -91,11 +83,10 @@ def _refuse_early(options: argparse.Namespace, target: Path) -> None:
         refuse_no_transformers(options.python)
 
 
-def _own_tokenizer(checkpoint: Path, run: Run, given: str | None) -> Tokenizer:
+def _own_tokenizer(checkpoint: Path, run: Run, given: str | None, digest: str) -> Tokenizer:
     """The tokenizer that the checkpoint was trained with. Raises ValueError where it is another one now."""
     name = given or run.data.tokenizer
     tokenizer = load_tokenizer(name)
-    digest = read_plain(checkpoint / "common.pt", COMMON)["tokenizer"]
     if digest != tokenizer.digest:
         field = "--tokenizer" if given else "data.tokenizer"
         raise ValueError(

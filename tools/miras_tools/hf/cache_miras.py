@@ -115,7 +115,7 @@ class MirasCache(Cache):
 
     def update(self, *unused: Any, **also: Any) -> Any:
         """Not this way: layers hand on states, not keys and values."""
-        raise NotImplementedError("a Miras cache holds states, not keys and values")
+        raise ValueError("a Miras cache holds states, not keys and values: only its own model writes to it")
 
     def crop(self, *unused: Any, **also: Any) -> None:
         """Can't be done: a memory doesn't forget its last tokens on demand."""
