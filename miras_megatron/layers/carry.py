@@ -1,13 +1,13 @@
 """How a layer's state crosses from one slice of a sequence to the next.
 
 A layer hands its carry two things: streams of which it needs the last few rows to the left
-(`left_context`), and a scan with the state it starts from (`run`). `LocalCarry` is for a process that
+(`left_contexts`), and a scan with the state it starts from (`run`). `LocalCarry` is for a process that
 holds whole sequences; ranks that share a sequence bring their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +16,8 @@ from .documents import Documents
 
 Scan = Callable[[Any, Any, Documents | None, slice], tuple[Tensor, Any]]
 """(inputs, state, documents, heads) -> (outputs, state after the last token), for those heads alone."""
+
+Streams = Mapping[str, Tensor]
 
 
 class StateCarry(Protocol):
@@ -29,11 +31,13 @@ class StateCarry(Protocol):
     before: list[int] | None
     passes_on: bool
 
-    def left_context(self, x: Tensor, width: int, previous: Tensor | None, documents: Documents | None) -> Tensor:
-        """The `width` rows before x's first token, zeros where there are none.
+    def left_contexts(
+        self, streams: Streams, width: int, previous: Mapping[str, Any], documents: Documents | None
+    ) -> dict[str, Tensor]:
+        """The `width` rows before each stream's first token, zeros where there are none.
 
-        x [B, T, ...] the stream here; previous [B, width, ...] the rows a state brought, or None; returns
-        [B, width, ...] of x's dtype.
+        streams [B, T, ...] of one layer that are known at the same time, and so may cross together; previous: a state
+        with rows [B, width, ...] under the same names, or without; returns [B, width, ...] of each stream's dtype.
         """
         ...
 
@@ -55,15 +59,25 @@ class LocalCarry:
     before: list[int] | None = None
     passes_on = False
 
-    def left_context(self, x: Tensor, width: int, previous: Tensor | None, documents: Documents | None) -> Tensor:
+    def left_contexts(
+        self, streams: Streams, width: int, previous: Mapping[str, Any], documents: Documents | None
+    ) -> dict[str, Tensor]:
         """What the state brought, or zeros."""
-        return x.new_zeros(x.shape[0], width, *x.shape[2:]) if previous is None else previous.to(x.dtype)
+        return {
+            name: previous[name].to(x.dtype) if name in previous else empty_context(x, width)
+            for name, x in streams.items()
+        }
 
     def run(
         self, scan: Scan, inputs: Any, state: Any, documents: Documents | None = None, heads: int = 1
     ) -> tuple[Tensor, Any]:
         """The scan, as it is."""
         return scan(inputs, state, documents, ALL_HEADS)
+
+
+def empty_context(x: Tensor, width: int) -> Tensor:
+    """Zeros [B, width, ...] for x [B, T, ...]: nothing was before it."""
+    return x.new_zeros(x.shape[0], width, *x.shape[2:])
 
 
 ALL_HEADS = slice(None)

@@ -115,7 +115,7 @@ class MemoryAsContext(nn.Module):
         parts = [self.attention.turn(self.attention.queries(x), positions), self.attention.turn(key, positions), value]
         if self.memory_queries is not None:
             return torch.cat(parts, -1), x.new_zeros(x.shape[0], 0, x.shape[2])
-        asked, tail = self.core.ask(x, None if state is None else state["query"], documents, carry)
+        asked, tail = self.core.ask(x, state or {}, documents, carry)
         return torch.cat([*parts, asked.to(x.dtype)], -1), tail
 
     def _positions(self, x: Tensor, documents: Documents | None, places: list[int] | None) -> Tensor:

@@ -79,35 +79,41 @@ class MemoryCore(nn.Module):
 
     # -- paths ---------------------------------------------------------------------------------------
     def ask(
-        self, x: Tensor, previous: Tensor | None, documents: Documents | None, carry: StateCarry = LOCAL
+        self, x: Tensor, tails: Tree, documents: Documents | None, carry: StateCarry = LOCAL
     ) -> tuple[Tensor, Tensor]:
-        """Queries [B, T, N, D] of x [B, T, d], and the convolution's tail; `previous` is the tail so far."""
-        rows, tail = self._convolve(self.query_conv, self.query(x), previous, documents, carry)
-        return unit(rows.unflatten(-1, (self.heads, self.width))), tail
+        """Queries [B, T, N, D] of x [B, T, d], and the convolution's tail; `tails` may have the tail so far."""
+        rows, after = self._convolve({"query": self.query(x)}, tails, documents, carry)
+        return self._queries(rows["query"]), after["query"]
 
-    def note(
-        self, x: Tensor, previous: Tensor | None, documents: Documents | None, carry: StateCarry = LOCAL
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values [B, T, N, D] of x [B, T, d], and the convolution's tail."""
-        rows, tail = self._convolve(self.key_value_conv, self.key_value(x), previous, documents, carry)
+    def _queries(self, rows: Tensor) -> Tensor:
+        return unit(rows.unflatten(-1, (self.heads, self.width)))
+
+    def _keys_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         key, value = rows.unflatten(-1, (self.heads, 2, self.width)).unbind(-2)
-        return unit(key), value, tail
+        return unit(key), value
 
     def _convolve(
-        self, conv: ShortConv, x: Tensor, previous: Tensor | None, documents: Documents | None, carry: StateCarry
-    ) -> tuple[Tensor, Tensor]:
-        context = carry.left_context(x, conv.context, previous, documents)
-        place = documents.place(x.device) if documents is not None and conv.context else None
-        return conv(x, context, place), last_rows(context, x, documents)
+        self, streams: dict[str, Tensor], tails: Tree, documents: Documents | None, carry: StateCarry
+    ) -> tuple[dict[str, Tensor], Tree]:
+        """Each stream through its convolution, and the tails to go on from."""
+        convs = {"query": self.query_conv, "key_value": self.key_value_conv}
+        width = self.query_conv.context
+        known = {name: tails[name] for name in streams if name in tails}
+        contexts = carry.left_contexts(streams, width, known, documents)
+        after = {name: last_rows(contexts[name], x, documents) for name, x in streams.items()}
+        first = next(iter(streams.values()))
+        place = documents.place(first.device) if documents is not None and width else None
+        return {name: convs[name](x, contexts[name], place) for name, x in streams.items()}, after
 
     # -- memory --------------------------------------------------------------------------------------
     def inputs(
         self, x: Tensor, state: Tree, documents: Documents | None, carry: StateCarry = LOCAL
     ) -> tuple[MemoryInputs, Tree]:
         """Everything a scan reads for x [B, T, d], and the tails that go with it."""
-        query, query_tail = self.ask(x, state.get("query"), documents, carry)
-        key, value, key_value_tail = self.note(x, state.get("key_value"), documents, carry)
-        return MemoryInputs(query, key, value, **self.gates(x)), {"query": query_tail, "key_value": key_value_tail}
+        streams = {"query": self.query(x), "key_value": self.key_value(x)}
+        rows, tails = self._convolve(streams, state, documents, carry)
+        key, value = self._keys_values(rows["key_value"])
+        return MemoryInputs(self._queries(rows["query"]), key, value, **self.gates(x)), tails
 
     def scan(
         self,

@@ -91,11 +91,7 @@ class SlidingWindow(AttentionHeads):
     ) -> tuple[Tensor, Tree]:
         key, value = self.keys_values(x)
         stream = {"key": key, "value": value, "real": x.new_ones(*x.shape[:2], 1)}
-        before = state or {}
-        context = {
-            name: carry.left_context(rows, self.window - 1, before.get(name), documents)
-            for name, rows in stream.items()
-        }
+        context = carry.left_contexts(stream, self.window - 1, state or {}, documents)
         after = {name: last_rows(context[name], rows, documents) for name, rows in stream.items()}
         nothing_before = state is None and carry.before is None
         if nothing_before and x.shape[1] < self.window:

@@ -9,7 +9,7 @@ is computed again takes what it received from its tape and sends nothing: a repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from miras_megatron.layers.carry import ALL_HEADS, Scan
+from miras_megatron.layers.carry import ALL_HEADS, Scan, Streams, empty_context
 from miras_megatron.layers.documents import CuSeqlens, Documents, last_rows
 from miras_megatron.memory.state import join_heads
 
@@ -109,19 +109,30 @@ class RelayCarry:
         self.before = passage.before if passage.piece > 0 else None
         self.passes_on = passage.piece < passage.pieces - 1
 
-    def left_context(self, x: Tensor, width: int, previous: Tensor | None, documents: Documents | None) -> Tensor:
-        """The last rows of the piece to the left; this piece's go to the right at once."""
-        assert previous is None, "a relayed piece is given no state"
-        context = x.new_zeros(x.shape[0], width, *x.shape[2:])
+    def left_contexts(
+        self, streams: Streams, width: int, previous: Mapping[str, Any], documents: Documents | None
+    ) -> dict[str, Tensor]:
+        """The last rows of the piece to the left, all streams in one packet; this piece's go to the right at once."""
+        assert not previous, "a relayed piece is given no state"
+        contexts = {name: empty_context(x, width) for name, x in streams.items()}
         if width == 0:
-            return context
+            return contexts
         slot = self._next_slot()
-        if self.before is not None:
-            (received,) = self.passage.take(self.layer, slot, [context])
-            context = restart(received, context, self.before)
+        contexts = self._from_left(slot, contexts)
+        self._to_right(slot, streams, contexts, documents)
+        return contexts
+
+    def _from_left(self, slot: int, empty: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.before is None:
+            return empty
+        received = self.passage.take(self.layer, slot, list(empty.values()))
+        chosen: dict[str, Tensor] = restart(dict(zip(empty, received, strict=True)), empty, self.before)
+        return chosen
+
+    def _to_right(self, slot: int, streams: Streams, contexts: Streams, documents: Documents | None) -> None:
         if self.passes_on:
-            self.passage.give(self.layer, slot, [last_rows(context, x, documents)])
-        return context
+            rows = [last_rows(contexts[name], x, documents) for name, x in streams.items()]
+            self.passage.give(self.layer, slot, rows)
 
     def run(
         self, scan: Scan, inputs: Any, state: Any, documents: Documents | None = None, heads: int = 1

@@ -61,11 +61,8 @@ class ScanCarry(SliceCarry):
         """Keys and values of the tokens that a windowed rule writes once more here."""
         if rule.window == 1:
             return None
-        width = rule.window - 1
-        return (
-            self.left_context(inputs.k, width, None, documents),
-            self.left_context(inputs.v, width, None, documents),
-        )
+        rows = self.left_contexts({"k": inputs.k, "v": inputs.v}, rule.window - 1, {}, documents)
+        return rows["k"], rows["v"]
 
     def _inside_chunks(self, before: list[int], chunk_size: int) -> bool:
         """Whether any slice of the row begins inside a chunk, on whatever rank: summaries have one form on all."""

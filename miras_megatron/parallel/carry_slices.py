@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
-from miras_megatron.layers.documents import Documents, last_rows
+from miras_megatron.layers.carry import Streams, empty_context
+from miras_megatron.layers.documents import Documents
 
-from .carry_relay import RelayCarry, restart
+from .carry_relay import RelayCarry
 
 
 class SliceCarry(RelayCarry):
@@ -15,16 +19,13 @@ class SliceCarry(RelayCarry):
     So nobody waits for a chain of ranks, as a relay does anyway; only a slice shorter than the halo has to.
     """
 
-    def left_context(self, x: Tensor, width: int, previous: Tensor | None, documents: Documents | None) -> Tensor:
+    def left_contexts(
+        self, streams: Streams, width: int, previous: Mapping[str, Any], documents: Documents | None
+    ) -> dict[str, Tensor]:
         """The last rows of the slices to the left."""
-        if x.shape[1] < width or width == 0:
-            return super().left_context(x, width, previous, documents)
-        assert previous is None, "a slice is given no state"
-        context, slot = x.new_zeros(x.shape[0], width, *x.shape[2:]), self._next_slot()
-        if self.passes_on:
-            self.passage.give(self.layer, slot, [last_rows(context, x, documents)])
-        if self.before is None:
-            return context
-        (received,) = self.passage.take(self.layer, slot, [context])
-        chosen: Tensor = restart(received, context, self.before)
-        return chosen
+        if width == 0 or any(x.shape[1] < width for x in streams.values()):
+            return super().left_contexts(streams, width, previous, documents)
+        assert not previous, "a slice is given no state"
+        empty, slot = {name: empty_context(x, width) for name, x in streams.items()}, self._next_slot()
+        self._to_right(slot, streams, empty, documents)
+        return self._from_left(slot, empty)
