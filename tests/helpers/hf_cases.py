@@ -10,6 +10,7 @@ import copy
 import json
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -215,18 +216,24 @@ CASES = (logits, generation, padding, turns, training, saving)
 
 
 @torch.no_grad()
+def judge(folder: Path) -> dict[str, Any]:
+    """Every case of one model; what broke, where one did."""
+    torch.manual_seed(0)
+    said = dict[str, Any]()
+    try:
+        model = load(folder)
+        for case in CASES:
+            said |= case(model, folder)
+        return said | words(folder)
+    except Exception:
+        return {"broke": traceback.format_exc()}
+
+
 def main(folders: list[str]) -> None:
     """One JSON line a folder."""
     for folder in folders:
-        torch.manual_seed(0)
-        model, said = load(folder), dict[str, Any]()
-        for case in CASES:
-            said |= case(model, Path(folder))
-        said |= words(Path(folder))
-        print(
-            "RESULT " + json.dumps({"folder": folder, "transformers": transformers.__version__, "said": said}),
-            flush=True,
-        )
+        answer = {"folder": folder, "transformers": transformers.__version__, "said": judge(Path(folder))}
+        print("RESULT " + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ def bound(name: str, case: str) -> float:
 def test_transformers_does_as_training(found: dict[str, dict[str, Any]], name: str) -> None:
     """Logits, generation however it is asked for, padding, caches, a Trainer's gradients, saving: all of them."""
     said = found[name]
+    assert "broke" not in said, said["broke"]
     exact = "bf16" not in name
     wrong = {
         case: value

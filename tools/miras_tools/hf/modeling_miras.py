@@ -156,14 +156,6 @@ class MirasModel(MirasPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Another embedding."""
-        self.embed_tokens = value  # type: ignore[assignment]
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -251,22 +243,6 @@ class MirasForCausalLM(MirasPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Another embedding."""
-        self.model.embed_tokens = value  # type: ignore[assignment]
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer."""
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        """Another output layer."""
-        self.lm_head = value  # type: ignore[assignment]
 
     def forward(
         self,
