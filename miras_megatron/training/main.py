@@ -16,6 +16,7 @@ from ..config.errors import ConfigError
 from ..config.load import parse_command_line
 from ..config.schema import Run
 from ..parallel.rendezvous import RankInfo, find_rank
+from .stop import ended_by_sigterm
 
 SHORT = {"resume": "checkpoint.resume", "init-from": "training.init_from", "init_from": "training.init_from"}
 """Short names of fields on the command line."""
@@ -71,9 +72,13 @@ def run_training(run: Run, source: str) -> int:
 
 
 def one_message(name: str, work: Callable[[], int]) -> int:
-    """What `work` of the command `name` returns; 2 for something to mend, said in one message, and 130 for Ctrl-C."""
+    """What `work` of the command `name` returns; 2 for something to mend, said in one message, and 130 for Ctrl-C.
+
+    SIGTERM ends it as an exception does, with 143.
+    """
     try:
-        return work()
+        with ended_by_sigterm():
+            return work()
     except ValueError as error:
         if not said_by_us(error):
             raise

@@ -1,15 +1,20 @@
-"""A polite end: SIGTERM or SIGUSR1 (SLURM's warning) asks for a checkpoint and exit code 0 after this step."""
+"""A polite end: SIGTERM or SIGUSR1 (SLURM's warning) asks for a checkpoint and exit code 0 after this step.
+
+Commands that have nothing to save end at once, but tidy up.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+Handler = Callable[[int, FrameType | None], None]
 
 
 @dataclass
@@ -20,6 +25,17 @@ class StopRequest:
 
 
 @contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM is SystemExit(143): what was begun is tidied up, as after any other exception."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled((signal.SIGTERM,), leave):
+        yield
+
+
+@contextmanager
 def listen_for_stop() -> Iterator[StopRequest]:
     """Catch the signals inside the block; outside, and off the main thread, they do what they did before."""
     request = StopRequest()
@@ -27,12 +43,18 @@ def listen_for_stop() -> Iterator[StopRequest]:
     def remember(number: int, frame: FrameType | None) -> None:
         request.signal_name = signal.Signals(number).name
 
+    with _handled(SIGNALS, remember):
+        yield request
+
+
+@contextmanager
+def _handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
-    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
-        yield request
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, usual in before.items():
+            signal.signal(number, usual)

@@ -1,6 +1,9 @@
 """Folders are whole or absent, whatever happens while they are written."""
 
 import errno
+import signal
+import subprocess
+import sys
 
 import pytest
 from miras_tools.new_folder import new_folder, refuse_small_disk
@@ -44,3 +47,31 @@ def test_a_small_disk_is_known_before_anything_is_written(tmp_path):
     refuse_small_disk(tmp_path / "a" / "b", "FOLDER", 1)
     with pytest.raises(ValueError, match="MiB are free"):
         refuse_small_disk(tmp_path / "a" / "b", "FOLDER", 1 << 60)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from miras_megatron.training.main import one_message
+from miras_tools.new_folder import new_folder
+
+def work():
+    with new_folder(Path(sys.argv[1]), "FOLDER") as part:
+        (part / "half").write_text("half a model")
+        print("writing", flush=True)
+        time.sleep(60)
+    return 0
+
+sys.exit(one_message("miras-test", work))
+"""
+
+
+def test_a_scheduler_that_ends_the_job_leaves_nothing_half_written(tmp_path):
+    """Hidden gigabytes beside the target would fill a shared disk that nobody looks into."""
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "model")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "writing\n"
+        assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+        writer.send_signal(signal.SIGTERM)
+        assert writer.wait(30) == 143
+    assert not list(tmp_path.iterdir())

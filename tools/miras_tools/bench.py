@@ -8,8 +8,8 @@ prints medians of what each round gave. The peer is optional: `pip install 'mira
 half of it each, in turn, and reports nothing when the losses differ. `miras-bench long` takes a step on rows of 32K,
 256K and 2M tokens in pieces of one length and compares peak memory with a closed form; `--check` compares gradients.
 
-Exit code 0; 1 when the check fails or a measurement dies; 2 for a wrong argument. `--json FILE` writes what the table
-is made of; bench_report.py documents its fields.
+Exit code 0; 1 when the check fails or a measurement dies; 2 for a wrong argument; 143 after SIGTERM. `--json FILE`
+writes what the table is made of; bench_report.py documents its fields.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from miras_megatron.training.stop import ended_by_sigterm
 
 from .bench_cases import CHECK_LIMIT, Case, paired_cases, scan_cases
 from .bench_context import context_cases, context_table, measure_case
@@ -46,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"miras-bench: --json {arguments.json}: no such folder; make it first", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[arguments.command](arguments)
+        with ended_by_sigterm():
+            return COMMANDS[arguments.command](arguments)
     except ValueError as error:
         print(f"miras-bench: {error}", file=sys.stderr)
         return 1
