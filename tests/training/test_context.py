@@ -31,6 +31,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"parallel__context": 2, "training__micro_batch": 1},
     "heads": {"parallel__context": 2, "parallel__carry": "heads"},
 }
+GIVEN = [
+    pytest.param(name, marks=[pytest.mark.full] * (name in ("pipeline", "tensor and sequence"))) for name in LAYOUTS
+]
 RANKS = {"pipeline": 4, "tensor and sequence": 4, "data": 4}
 
 
@@ -48,7 +51,7 @@ def check_alike(run: Path, one: Path, rel: float) -> None:
         assert norm == pytest.approx(one_norm, rel=10 * rel), f"step {step}"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", GIVEN)
 def test_ranks_that_share_rows_learn_what_one_rank_does(tmp_path: Path, name: str) -> None:
     """The whole way: data cut, loss counted, gradients reduced, validation by position. float32, four steps."""
     same = {"training__steps": 4, "evaluate__every": 2, "checkpoint__every": 0}
@@ -128,7 +131,7 @@ LOST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     [
         (signal.SIGKILL, "context"),
         pytest.param(signal.SIGSTOP, "context", marks=pytest.mark.full),
-        (signal.SIGSTOP, "pipeline"),
+        pytest.param(signal.SIGSTOP, "pipeline", marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_is_lost_ends_the_others_with_its_name(tmp_path: Path, how: signal.Signals, axis: str) -> None:

@@ -22,6 +22,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data and tensor": (4, {"parallel__tensor": 2}),
     "data and pipeline": (4, {"parallel__pipeline": 2}),
 }
+GIVEN = [pytest.param(name, marks=[pytest.mark.full] * (ranks > 2)) for name, (ranks, _) in LAYOUTS.items()]
 
 
 def train_and_count(argv: list[str]) -> int:
@@ -55,7 +56,7 @@ def check_alike(run: Path, other: Path, rel: float) -> None:
         assert one == pytest.approx(two, rel=rel)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", GIVEN)
 def test_shared_moments_learn_what_whole_ones_do(tmp_path: Path, name: str) -> None:
     """Half the memory on two ranks, and nothing else: losses, norms, each parameter's, and what lies on the disk.
 
