@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.cpu import core_without_cuda
-from ..config.schema import Parallel
+from ..config.schema import Parallel, Run
 from ..model.build import build_model
 from ..parallel.mesh import ParallelMesh
 from .checkpoint import load_weights, saved_run
@@ -63,11 +63,14 @@ class OpenedModel:
 
 
 @contextmanager
-def open_model(path: Path) -> Iterator[OpenedModel]:
-    """The model of a run folder or checkpoint, weights only, whole on this process. Raises ValueError."""
+def open_model(path: Path, tokenizer: Tokenizer | None = None) -> Iterator[OpenedModel]:
+    """The model of a run folder or checkpoint, weights only, whole on this process. Raises ValueError.
+
+    tokenizer   the run's, where it lies elsewhere now than its configuration says
+    """
     folder = find_checkpoint(path, "RUN")
     run = replace(saved_run(folder), parallel=Parallel())
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    tokenizer = tokenizer or load_tokenizer(tokenizer_of(folder, run))
     with core_without_cuda(), ParallelMesh(run.parallel) as mesh:
         mesh.seed(run.training.seed)
         settle_process(run, mesh)
@@ -75,6 +78,14 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
             model = build_model(run, mesh)
         load_weights(Job(run, mesh, tokenizer, model, model.config), folder)
         yield OpenedModel(model.eval(), tokenizer, _name(folder))
+
+
+def tokenizer_of(checkpoint: Path, run: Run) -> str:
+    """What run.data.tokenizer names; where nothing lies there, the one in the run's own folder: imports keep it there,
+    and folders are moved."""
+    kept = checkpoint.absolute().parent.parent / "tokenizer.json"
+    gone = run.data.tokenizer != "bytes" and not Path(run.data.tokenizer).exists()
+    return str(kept) if gone and kept.is_file() else run.data.tokenizer
 
 
 def stream_tokens(

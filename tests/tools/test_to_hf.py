@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from helpers.models import small_run
-from miras_tools import hf_check, hf_weights, to_hf
+from miras_tools import from_hf, hf_check, hf_weights, to_hf
 from miras_tools.hf_code import flat_sources
 from miras_tools.hf_hub import push
 from miras_tools.hf_names import VOCABULARY, to_ours
@@ -201,6 +201,50 @@ def test_a_difference_is_an_exit_code(capsys, trained, tmp_path, monkeypatch):
     out, err = capsys.readouterr()
     assert "FAIL logits of 3 tokens: 9.9e-01" in out and "stays" in err and "pushed" not in out
     assert (tmp_path / "target" / "model.safetensors").is_file()
+
+
+@pytest.fixture
+def other_process(monkeypatch):
+    """The check without transformers: what stands in for the other process finds what training said.
+
+    Its argument is called there; `models` holds a reference to every training model that was opened.
+    """
+    said, models, trained_says = {}, [], hf_check._trained
+
+    def training(opened, rows, vocabulary):
+        models.append(weakref.ref(opened.model))
+        said.update(trained_says(opened, rows, vocabulary))
+        return dict(said)
+
+    def stand_in(*args):
+        assert models and all(model() is None for model in models), "two models at once"
+        return dict(said)
+
+    monkeypatch.setattr(hf_check, "_trained", training)
+    monkeypatch.setattr(hf_check, "_in_fresh_process", stand_in)
+    monkeypatch.setattr(to_hf, "refuse_no_transformers", lambda python: None)
+    return models
+
+
+def test_one_model_at_a_time(trained, tmp_path, other_process):
+    """The training model is gone before the other process loads its own, or a large one is checked on no machine."""
+    assert to_hf.main([str(trained), str(tmp_path / "target")]) == 0
+    assert len(other_process) == 1
+
+
+def test_a_tokenizer_that_lies_elsewhere_now(exported, tmp_path, other_process, capsys):
+    """Folders are moved, on clusters and to other machines: their own tokenizer is found, and one that is named is
+    enough for the check too, or every weight is written before it fails."""
+    file = tmp_path / "tokenizer.json"
+    shutil.copyfile(exported / "tokenizer.json", file)
+    assert from_hf.main([str(exported), str(tmp_path / "was"), "--tokenizer", str(file)]) == 0
+    (tmp_path / "was").rename(tmp_path / "is")
+    assert to_hf.main([str(tmp_path / "is"), str(tmp_path / "found")]) == 0
+    (tmp_path / "is" / "tokenizer.json").unlink()
+    assert to_hf.main([str(tmp_path / "is"), str(tmp_path / "lost")]) == 2
+    assert "data.tokenizer" in capsys.readouterr().err and not (tmp_path / "lost").exists()
+    assert to_hf.main([str(tmp_path / "is"), str(tmp_path / "named"), "--tokenizer", str(file)]) == 0
+    assert len(other_process) == 2
 
 
 @pytest.mark.slow

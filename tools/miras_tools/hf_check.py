@@ -5,6 +5,7 @@ The other process has no module of ours to import, no network, and no cache of c
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch import Tensor
 from miras_megatron.config.schema import Run
 from miras_megatron.training.generate import OpenedModel, open_model
 from miras_megatron.training.session import Session
+from miras_megatron.training.tokenizer import Tokenizer
 
 WORKER = Path(__file__).parent / "hf_check_worker.py"
 
@@ -55,8 +57,8 @@ def refuse_no_transformers(python: str) -> None:
         )
 
 
-def compare(checkpoint: Path, folder: Path, run: Run, python: str) -> Iterator[Finding]:
-    """Compare the checkpoint as it was trained with the folder as transformers loads it.
+def compare(checkpoint: Path, folder: Path, run: Run, tokenizer: Tokenizer, python: str) -> Iterator[Finding]:
+    """Compare the checkpoint as it was trained, with its tokenizer, with the folder as transformers loads it.
 
     Raises ValueError where transformers can't load it at all.
     """
@@ -64,9 +66,9 @@ def compare(checkpoint: Path, folder: Path, run: Run, python: str) -> Iterator[F
     assert run.model.vocab_size is not None
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(run.model.vocab_size, (1, length), generator=generator) for length in lengths]
+    wanted = _expected(checkpoint, tokenizer, rows, run.model.vocab_size)
+    gc.collect()  # modules of megatron-core hang in cycles; the other process needs their room
     with tempfile.TemporaryDirectory(prefix="miras-check-") as scratch:
-        with open_model(checkpoint) as opened:
-            wanted = _trained(opened, rows, run.model.vocab_size)
         given = {f"tokens.{i}": row for i, row in enumerate(rows)}
         found = _in_fresh_process(folder, given, Path(scratch), python)
     bound = BOUNDS[run.training.precision]
@@ -110,6 +112,12 @@ def judge_text(wanted: Tensor, logits: Tensor, found: Tensor, bound: float) -> F
     return Finding(what, told, gap <= bound)
 
 
+def _expected(checkpoint: Path, tokenizer: Tokenizer, rows: list[Tensor], vocabulary: int) -> dict[str, Tensor]:
+    """What the training model says, which lives no longer than this call."""
+    with open_model(checkpoint, tokenizer) as opened:
+        return _trained(opened, rows, vocabulary)
+
+
 @torch.inference_mode()
 def _trained(opened: OpenedModel, rows: list[Tensor], vocabulary: int) -> dict[str, Tensor]:
     """Logits of every row, and greedy text after the second with the logits of each of its tokens."""
@@ -128,6 +136,8 @@ def _in_fresh_process(folder: Path, given: dict[str, Tensor], scratch: Path, pyt
     save_file(given, scratch / "given.safetensors")
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     alone = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules"), "TOKENIZERS_PARALLELISM": "false"}
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what the training model lay in, or the device holds two
     words = [python, "-I", str(WORKER), str(folder.absolute()), str(scratch), str(NEW_TOKENS)]
     done = subprocess.run(words, cwd=scratch, env=kept | alone, capture_output=True, text=True)
     if done.returncode != 0:

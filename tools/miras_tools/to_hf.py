@@ -23,6 +23,7 @@ from miras_megatron.training.checkpoint_folder import (
     read_plain,
     refuse_damaged,
 )
+from miras_megatron.training.generate import tokenizer_of
 from miras_megatron.training.main import one_message
 from miras_megatron.training.stored_tensors import StoredTensors
 from miras_megatron.training.tokenizer import Tokenizer, load_tokenizer
@@ -67,7 +68,7 @@ def export(options: argparse.Namespace) -> int:
     step, tokenizer = int(common["step"]), _own_tokenizer(checkpoint, run, options.tokenizer, common["tokenizer"])
     _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
     print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
-    if options.check and not _same(checkpoint, target, run, options.python):
+    if options.check and not _same(checkpoint, target, run, tokenizer, options.python):
         return 1
     if options.push:
         print(f"pushed to {push(target, options.push, options.private)}", flush=True)
@@ -85,7 +86,7 @@ def _refuse_early(options: argparse.Namespace, target: Path) -> None:
 
 def _own_tokenizer(checkpoint: Path, run: Run, given: str | None, digest: str) -> Tokenizer:
     """The tokenizer that the checkpoint was trained with. Raises ValueError where it is another one now."""
-    name = given or run.data.tokenizer
+    name = given or tokenizer_of(checkpoint, run)
     tokenizer = load_tokenizer(name)
     if digest != tokenizer.digest:
         field = "--tokenizer" if given else "data.tokenizer"
@@ -117,10 +118,10 @@ def public_form(run: Run) -> Run:
     return replace(run, run=place, data=replace(run.data, cache=None), checkpoint=checkpoint)
 
 
-def _same(checkpoint: Path, folder: Path, run: Run, python: str) -> bool:
+def _same(checkpoint: Path, folder: Path, run: Run, tokenizer: Tokenizer, python: str) -> bool:
     """Whether the folder is the training model; the figures are printed either way."""
     findings = []
-    for finding in compare(checkpoint, folder, run, python):
+    for finding in compare(checkpoint, folder, run, tokenizer, python):
         print(f"  {'ok  ' if finding.good else 'FAIL'} {finding.what}: {finding.figure}", flush=True)
         findings.append(finding)
     if not all(finding.good for finding in findings):
