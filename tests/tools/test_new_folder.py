@@ -1,9 +1,12 @@
 """Folders are whole or absent, whatever happens while they are written."""
 
 import errno
+import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from miras_tools.new_folder import new_folder, refuse_small_disk
@@ -18,6 +21,49 @@ def test_a_good_end_gives_the_folder_its_name(tmp_path):
             assert not (target / "file").exists()
         assert [path.name for path in target.iterdir()] == ["file"]
         assert [path.name for path in target.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_empty_folder_that_cannot_be_replaced_is_filled(tmp_path, monkeypatch):
+    """A link to one, or the one a shell stands in: a rename over it fails, after an hour of writing."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to("far")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for target in (tmp_path / "link", Path(".")):
+        with new_folder(target, "FOLDER") as folder:
+            (folder / "file").write_text("x")
+            (folder / "deep").mkdir()
+        assert sorted(path.name for path in target.iterdir()) == ["deep", "file"]
+    assert sorted(os.listdir(tmp_path)) == ["far", "here", "link"] and sorted(os.listdir(tmp_path / "here")) == [
+        "deep",
+        "file",
+    ]
+
+
+def test_an_empty_folder_stays_empty_after_a_bad_end(tmp_path, monkeypatch):
+    """Also where it ends between two of the files that are moved to their places."""
+    rename, count = os.rename, iter(range(9))
+
+    def fails_at_the_second(old, new):
+        if next(count) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fails_at_the_second)
+    with pytest.raises(ValueError, match="Input/output error"), new_folder(tmp_path, "FOLDER") as folder:
+        for name in "abc":
+            (folder / name).write_text("x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path):
+    """No folder can get its name."""
+    (tmp_path / "link").symlink_to("gone")
+    with (
+        pytest.raises(ValueError, match="a link to a folder that isn't there"),
+        new_folder(tmp_path / "link", "FOLDER"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("bad"), OSError(errno.ENOSPC, "No space left")])
@@ -42,9 +88,14 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
         pass
 
 
-def test_a_small_disk_is_known_before_anything_is_written(tmp_path):
+def test_a_small_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
     """Otherwise an hour of writing ends where a look would have told."""
+    measured = []
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: measured.append(place) or real(place))
     refuse_small_disk(tmp_path / "a" / "b", "FOLDER", 1)
+    refuse_small_disk(tmp_path, "FOLDER", 1)  # it may be a disk of its own
+    assert measured == [tmp_path, tmp_path]
     with pytest.raises(ValueError, match="MiB are free"):
         refuse_small_disk(tmp_path / "a" / "b", "FOLDER", 1 << 60)
 

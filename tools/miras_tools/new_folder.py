@@ -1,4 +1,8 @@
-"""A folder that is there whole or not at all: written beside its place, and renamed when complete."""
+"""A folder that is there whole or not at all: written beside its place, and renamed when complete.
+
+An empty folder that is there already may be one that can't be replaced (a mount point, a link, where a shell stands):
+it is written in a hidden folder inside, and its files are moved up when complete.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,13 @@ def refuse_occupied(target: Path, field: str) -> None:
         raise ValueError(f"{field} = {target}: is not empty; name a new folder, or remove that one yourself")
     if target.exists() and not target.is_dir():
         raise ValueError(f"{field} = {target}: is a file; name a new folder")
+    if target.is_symlink() and not target.exists():
+        raise ValueError(f"{field} = {target}: is a link to a folder that isn't there; make that one, or name another")
 
 
 def refuse_small_disk(target: Path, field: str, needed: int) -> None:
     """Raise ValueError where the disk of `target` has less than `needed` bytes left."""
-    place = next(folder for folder in target.absolute().parents if folder.exists())
+    place = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
         raise ValueError(f"{field} = {target}: needs {needed >> 20} MiB, {free >> 20} MiB are free there; make room")
@@ -33,19 +39,37 @@ def new_folder(target: Path, field: str) -> Iterator[Path]:
     Raises ValueError where `target` holds something, or the disk doesn't take what is written.
     """
     refuse_occupied(target, field)
+    waits = target.is_dir()
+    place = target if waits else target.absolute().parent
     try:
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.absolute().parent))
+        place.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=place))
     except OSError as error:
         raise _refused(target, field, error) from None
     try:
         yield part
-        part.chmod(0o777 & ~_umask())
-        os.rename(part, target)
+        if waits:
+            _move_up(part)
+        else:
+            part.chmod(0o777 & ~_umask())
+            os.rename(part, target)
     except OSError as error:
         raise _refused(target, field, error) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _move_up(part: Path) -> None:
+    """Move what is in `part` into the folder around it; all back where one doesn't go."""
+    paths = sorted(part.iterdir())
+    try:
+        for path in paths:
+            os.rename(path, part.parent / path.name)
+    except BaseException:
+        for path in paths:
+            if not path.exists():
+                os.rename(part.parent / path.name, path)
+        raise
 
 
 def _umask() -> int:
