@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -282,6 +284,24 @@ def test_a_folder_is_pushed(tmp_path):
     (made, options), (sent, what) = hub.calls
     assert made == "create_repo" and options["private"] and options["exist_ok"]
     assert sent == "upload_folder" and what["folder_path"] == str(tmp_path) and what["repo_id"] == "me/model"
+
+
+def test_what_an_earlier_export_left_on_the_hub_goes(tmp_path):
+    """A model.safetensors beside new shards is what transformers loads: the old weights, under the new card."""
+    hub = Hub()
+    push(tmp_path, "me/model", True, hub)
+    patterns = hub.calls[-1][1]["delete_patterns"]
+    gone = [
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "padding.safetensors",
+        "rules.py",
+    ]
+    assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in gone)
+    assert not any(
+        fnmatch(name, pattern) for pattern in patterns for name in (".gitattributes", "LICENSE", "README.md")
+    )
 
 
 def test_a_push_that_fails_says_why(tmp_path):

@@ -6,6 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+OURS = ["*.safetensors", "*.safetensors.index.json", "*.py"]
+"""What of an earlier export goes from the repository: transformers would take its model.safetensors before new shards.
+"""
+
 
 def refuse_no_client(repo: str) -> None:
     """Raise ValueError where `repo` can't be pushed to, before anything is written."""
@@ -26,7 +30,11 @@ def push(folder: Path, repo: str, private: bool, client: Any = None) -> str:
     try:
         made = api.create_repo(repo_id=repo, repo_type="model", private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=repo, repo_type="model", folder_path=str(folder), commit_message="Export by miras-to-hf"
+            repo_id=repo,
+            repo_type="model",
+            folder_path=str(folder),
+            commit_message="Export by miras-to-hf",
+            delete_patterns=OURS,
         )
     except Exception as error:  # the client's errors share no class of their own with those of its transports
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
