@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.tiny_run import records
+from helpers.tiny_run import records, tiny_config
 from miras_tools import from_hf
 from miras_tools.to_hf import main as to_hf
 from safetensors import safe_open
@@ -32,6 +32,25 @@ def copy(exported, tmp_path):
     return shutil.copytree(exported, tmp_path / "copy")
 
 
+@pytest.fixture
+def tied(tmp_path):
+    """An export of a run whose output layer is its embedding."""
+    argv = tiny_config(tmp_path / "tied", training__steps=1, checkpoint__every=1)
+    assert train(argv) == 0
+    assert to_hf([str(tmp_path / "tied" / "run"), str(tmp_path / "tied" / "model"), "--no-check"]) == 0
+    return tmp_path / "tied" / "model"
+
+
+def test_tied_embeddings_there_and_back_and_there_again(tied, tmp_path):
+    """One tensor is two in the model: written twice, or not at all, it wouldn't load."""
+    with safe_open(tied / "model.safetensors", framework="pt") as file:
+        assert "lm_head.weight" not in file.keys() and "model.embed_tokens.weight" in file.keys()
+    assert from_hf.main([str(tied), str(tmp_path / "run")]) == 0
+    assert to_hf([str(tmp_path / "run"), str(tmp_path / "again"), "--no-check"]) == 0
+    for name in ("model.safetensors", "padding.safetensors", "config.json"):
+        assert (tied / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
 def test_there_and_back_and_there_again(exported, imported, tmp_path):
     """Whoever fine-tunes elsewhere and comes back must not lose a bit on the way."""
     again = tmp_path / "again"
@@ -54,7 +73,8 @@ def test_a_run_from_an_import_starts_with_the_original_loss(trained, imported, t
     losses = []
     for number, start in enumerate((trained, imported)):
         run = tmp_path / str(number)
-        words = [f"--training.init_from={start}", f"--run.dir={run}", "--training.steps=1"]
+        data = load_run([str(trained / "config.yaml")]).data.train
+        words = [f"--training.init_from={start}", f"--run.dir={run}", "--training.steps=1", f"--data.train={data}"]
         assert train([str(start / "config.yaml"), *words]) == 0
         losses.append(records(run)[0]["loss"])
     assert losses[0] == losses[1]
@@ -77,6 +97,26 @@ def test_what_save_pretrained_leaves_out_is_said(trained, copy, tmp_path, capsys
     assert block_spec(run) == block_spec(was) and run.model.letters == was.model.letters
     stored = StoredTensors(find_checkpoint(tmp_path / "run", "RUN"))
     assert not stored.read("output_layer.weight")[257:].any()
+
+
+def test_tied_models_that_transformers_4_saved(tied, tmp_path):
+    """It leaves out of config.json what is its own default, tie_word_embeddings = true among it."""
+    config = json.loads((tied / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (tied / "config.json").write_text(json.dumps(config))
+    assert from_hf.main([str(tied), str(tmp_path / "run")]) == 0
+    assert load_run([str(tmp_path / "run" / "config.yaml")]).model.tie_embeddings
+
+
+def test_a_strangers_folders_are_not_taken_over(copy, tmp_path):
+    """A start or a cache in a folder of whoever trained it: at best it isn't there, at worst it is another's."""
+    text = (copy / "training_config.yaml").read_text()
+    (copy / "training_config.yaml").write_text(
+        text.replace("init_from: null", "init_from: /srv/theirs").replace("cache: null", "cache: /srv/theirs")
+    )
+    assert from_hf.main([str(copy), str(tmp_path / "run")]) == 0
+    for path in (tmp_path / "run").rglob("config.yaml"):
+        assert "theirs" not in path.read_text()
 
 
 def refused(capsys, copy, tmp_path):

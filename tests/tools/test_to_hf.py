@@ -11,12 +11,14 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from helpers.models import small_run
-from miras_tools import from_hf, hf_check, hf_weights, to_hf
+from miras_tools import from_hf, hf_check, hf_hub, hf_weights, to_hf
+from miras_tools.hf_card import write_card
 from miras_tools.hf_code import flat_sources
 from miras_tools.hf_hub import push
 from miras_tools.hf_names import VOCABULARY, to_ours
 from safetensors import safe_open
 
+from miras_megatron.config.describe import dump_run
 from miras_megatron.config.load import load_run
 from miras_megatron.layers.block_spec import BlockSpec
 from miras_megatron.memory import make_rule
@@ -66,6 +68,21 @@ def test_nothing_of_this_machine_is_in_the_folder(trained, exported):
     """An export goes to strangers: the run's folder, and the paths of its caches, are nobody's business."""
     for name in ("config.json", "README.md", "training_config.yaml"):
         assert str(trained) not in (exported / name).read_text(), name
+
+
+def test_a_run_is_told_without_its_paths(tmp_path):
+    """Names of users and of unpublished data lie in paths, and --push publishes what is written."""
+    run = small_run("m")
+    secret = "/home/alice/secret"
+    data = replace(run.data, train=[f"0.3 {secret}/books", f"{secret}/a b"], validation=f"2 {secret}/news")
+    data = replace(data, tokenizer=f"{secret}/tokenizer.json", cache=secret)
+    run = replace(run, data=data, training=replace(run.training, init_from=f"{secret}/run"))
+    public = to_hf.public_form(replace(run, run=replace(run.run, dir=f"{secret}/runs/book")))
+    assert "alice" not in dump_run(public)
+    assert public.data.train == ["0.3 books", "a b"] and public.data.validation == "2 news"
+    assert public.data.tokenizer == "tokenizer.json" and to_hf.public_form(small_run("m")).data.train == "shipped"
+    write_card(tmp_path, run, public, 3, False)
+    assert "alice" not in (tmp_path / "README.md").read_text()
 
 
 def test_the_code_needs_nothing_of_ours(exported):

@@ -40,7 +40,7 @@ EXAMPLES = """
 examples:
   miras-from-hf exported/book runs/imported
   miras-generate runs/imported --prompt "It is a"
-  miras-train runs/imported/config.yaml --training.init_from=runs/imported --run.dir=runs/more
+  miras-train runs/imported/config.yaml --training.init_from=runs/imported --run.dir=runs/more --data.train=PREFIX
   miras-to-hf runs/imported exported/again            # the same weights, byte for byte
 """
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def import_folder(options: argparse.Namespace) -> int:
     """Read, check, write. Raises ValueError for what a user can mend."""
     folder, target = Path(options.folder), Path(options.run_dir)
+    target = target if target.name else target.absolute()  # "." means another folder to whoever opens the run
     refuse_occupied(target, "RUN_DIR")
     config = read_config(folder)
     run, whole = run_of_folder(folder, config)
@@ -68,10 +69,10 @@ def import_folder(options: argparse.Namespace) -> int:
 
 
 def _placed(run: Run, target: Path, tokenizer: Tokenizer) -> Run:
-    """The run as its new folder keeps it."""
+    """The run as its new folder keeps it: the folders of whoever trained it are left out."""
     name = str(target / FILE) if isinstance(tokenizer, JsonTokenizer) else tokenizer.name
-    place = replace(run.run, dir=str(target))
-    return stored_form(replace(run, run=place, data=replace(run.data, tokenizer=name)))
+    place, data = replace(run.run, dir=str(target)), replace(run.data, tokenizer=name, cache=None)
+    return stored_form(replace(run, run=place, data=data, training=replace(run.training, init_from=None)))
 
 
 def _write(made: Path, run: Run, tokenizer: Tokenizer, weights: ImportedWeights) -> None:
@@ -103,7 +104,7 @@ def _tell(target: Path, whole: bool, padding: bool) -> None:
         print("  training_config.yaml isn't there: data, training and optimizer in config.yaml have their defaults")
     if not padding:
         print("  padding.safetensors isn't there: the rows beyond the vocabulary are zero")
-    print(f"  start from it with --training.init_from={target} and another --run.dir", flush=True)
+    print(f"  start from it with --training.init_from={target}, another --run.dir and your --data.train", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -55,10 +55,10 @@ Training saw text without the special tokens that this tokenizer adds by itself:
 `add_special_tokens=False`."""
 
 
-def write_card(folder: Path, run: Run, step: int, adds_tokens: bool) -> None:
-    """Write README.md for `run`, trained for `step` steps."""
-    parts = [_head(run, step, adds_tokens), *_data(run), "\n## Training configuration\n"]
-    parts.append(f"```yaml\n{dump_run(run, comments=False)}```\n")
+def write_card(folder: Path, run: Run, public: Run, step: int, adds_tokens: bool) -> None:
+    """Write README.md for `run`, trained for `step` steps; `public` is what is told of its configuration."""
+    parts = [_head(public, step, adds_tokens), *_data(run), "\n## Training configuration\n"]
+    parts.append(f"```yaml\n{dump_run(public, comments=False)}```\n")
     (folder / "README.md").write_text("\n".join(parts), encoding="utf-8")
 
 

@@ -104,7 +104,7 @@ def _run_of_config(folder: Path, config: dict[str, Any]) -> Run:
             heads=config["num_attention_heads"],
             ffn=config["intermediate_size"],
             vocab_size=config["vocab_size"],
-            tie_embeddings=config["tie_word_embeddings"],
+            tie_embeddings=config.get("tie_word_embeddings", True),  # transformers 4 leaves its own defaults out
             norm_eps=config["rms_norm_eps"],
             **{f.name: block[f.name] for f in fields(Model) if f.name in block},
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from miras_megatron.compat.heap import give_back_large_blocks
 from miras_megatron.config.describe import dump_run
-from miras_megatron.config.schema import Run
+from miras_megatron.config.schema import Run, blend
 from miras_megatron.training.checkpoint import COMMON, saved_run
 from miras_megatron.training.checkpoint_folder import (
     damaged_files,
@@ -107,15 +107,30 @@ def _write(target: Path, checkpoint: Path, run: Run, tokenizer: Tokenizer, step:
         write_config(folder, run, tokenizer)
         write_tokenizer(folder, tokenizer)
         write_code(folder)
-        write_card(folder, public, step, adds_tokens(tokenizer))
+        write_card(folder, run, public, step, adds_tokens(tokenizer))
         (folder / TRAINING).write_text(dump_run(public), encoding="utf-8")
 
 
 def public_form(run: Run) -> Run:
-    """The run without the folders of this machine that mean nothing elsewhere."""
-    place = replace(run.run, dir=f"runs/{Path(run.run.dir).name}")
-    checkpoint = replace(run.checkpoint, resume="auto")
-    return replace(run, run=place, data=replace(run.data, cache=None), checkpoint=checkpoint)
+    """The run without the folders of this machine, which mean nothing elsewhere and are nobody's business."""
+    place, data = replace(run.run, dir=f"runs/{Path(run.run.dir).name}"), run.data
+    named = replace(
+        data,
+        train=_last_parts(data.train),
+        validation=None if data.validation is None else _last_parts(data.validation),
+        tokenizer=Path(data.tokenizer).name,
+        cache=None,
+    )
+    checkpoint, training = replace(run.checkpoint, resume="auto"), replace(run.training, init_from=None)
+    return replace(run, run=place, data=named, checkpoint=checkpoint, training=training)
+
+
+def _last_parts(entries: str | list[str]) -> str | list[str]:
+    """Entries of data.train with the last part of each prefix; weights stay as they were written."""
+    if isinstance(entries, list):
+        return [str(_last_parts(entry)) for entry in entries]
+    ((_, prefix),) = blend(entries)
+    return entries.strip().removesuffix(prefix) + Path(prefix).name
 
 
 def _same(checkpoint: Path, folder: Path, run: Run, tokenizer: Tokenizer, python: str) -> bool:
