@@ -165,14 +165,58 @@ def test_a_full_disk_leaves_nothing(capsys, tmp_path, trained, monkeypatch):
     assert "No space left" in refused(capsys, tmp_path, trained)
 
 
+PROBES = {
+    "torch 2.9\ntransformers\n": "pip install transformers,",
+    "torch\ntransformers\n": "pip install torch transformers,",
+    "torch 2.9\ntransformers 4.56.2\n": "pip install 'transformers>=4.57'",
+    "torch 2.9\ntransformers 3.5.dev0\n": "transformers 4.57 or newer instead of 3.5.dev0",
+}
+"""What another interpreter says it has -> the way out."""
+
+
 def test_a_check_without_transformers_is_refused_before_anything(capsys, tmp_path, trained, monkeypatch):
     """Not after an hour of writing."""
-    nothing = subprocess.CompletedProcess([], 0, stdout="transformers\n")
-    monkeypatch.setattr(hf_check.subprocess, "run", lambda *args, **options: nothing)
-    assert to_hf.main([str(trained), str(tmp_path / "target")]) == 2
-    told = capsys.readouterr().err
-    assert "pip install transformers" in told and "--no-check" in told
-    assert not (tmp_path / "target").exists()
+    for said, way_out in PROBES.items():
+        answer = subprocess.CompletedProcess([], 0, stdout=said)
+        monkeypatch.setattr(hf_check.subprocess, "run", lambda *args, answer=answer, **options: answer)
+        assert to_hf.main([str(trained), str(tmp_path / "target")]) == 2
+        told = capsys.readouterr().err
+        assert way_out in told and "--no-check" in told, said
+        assert not (tmp_path / "target").exists()
+
+
+def test_an_interpreter_that_is_none_is_refused(monkeypatch):
+    """A path with a letter missing, another program, and one that hangs on a file system that is gone."""
+    for python, reason in {
+        "/nowhere/python": "can't be started",
+        sys.executable + "x": "can't be",
+        "true": "no working",
+    }.items():
+        with pytest.raises(ValueError, match=f"--python {python}: .*{reason}"):
+            hf_check.refuse_no_transformers(python)
+    monkeypatch.setattr(hf_check, "PATIENCE", 0.001)
+    with pytest.raises(ValueError, match="doesn't answer"):
+        hf_check.refuse_no_transformers(sys.executable)
+
+
+def test_the_other_interpreter_sees_what_its_user_installed(monkeypatch, tmp_path):
+    """pip install --user is how many install on clusters; our own path, and files where one stands, stay out."""
+    asked = []
+
+    def stand_in(words, **options):
+        asked.append((words, options))
+        return subprocess.CompletedProcess(words, 0, stdout="torch 2.9\ntransformers 5.24.0\n")
+
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    monkeypatch.setenv("PYTHONUSERBASE", "theirs")
+    monkeypatch.setattr(hf_check.subprocess, "run", stand_in)
+    hf_check.refuse_no_transformers("python")
+    hf_check.save_file({"text": torch.zeros(1)}, tmp_path / "found.safetensors")
+    hf_check._in_fresh_process(tmp_path, {}, tmp_path, "python")
+    for words, options in asked:
+        assert words[0].startswith("/") and not {"-I", "-s", "-E"} & set(words)
+        assert "PYTHONPATH" not in options["env"] and options["env"]["PYTHONUSERBASE"] == "theirs"
+    assert options["cwd"] == tmp_path and (tmp_path / "hf_check_worker.py").is_file()
 
 
 @pytest.mark.parametrize("size", ["0", "-1GB", "five", "5XB"])
@@ -220,6 +264,30 @@ def test_a_difference_is_an_exit_code(capsys, trained, tmp_path, monkeypatch):
     out, err = capsys.readouterr()
     assert "FAIL logits of 3 tokens: 9.9e-01" in out and "stays" in err and "pushed" not in out
     assert (tmp_path / "target" / "model.safetensors").is_file()
+
+
+def test_a_folder_that_cannot_be_loaded_or_pushed_is_said_to_be_there(capsys, trained, tmp_path, monkeypatch):
+    """Code 2 means that nothing was written: a script would export again, and be refused for the folder."""
+    died = subprocess.CompletedProcess([], -9, stdout="", stderr="")
+    monkeypatch.setattr(to_hf, "refuse_no_transformers", lambda python: None)
+    monkeypatch.setattr(hf_check, "_expected", lambda *args: {})
+    monkeypatch.setattr(hf_check.subprocess, "run", lambda *args, **options: died)
+    assert to_hf.main([str(trained), str(tmp_path / "a")]) == 1
+    told = capsys.readouterr().err
+    assert "exit code -9" in told and f"{tmp_path / 'a'} is written and stays" in told
+    monkeypatch.setattr(hf_hub, "_client", lambda: Hub(RuntimeError("not allowed")))
+    assert to_hf.main([str(trained), str(tmp_path / "b"), "--no-check", "--push", "me/model"]) == 1
+    assert "not allowed" in capsys.readouterr().err and (tmp_path / "b" / "config.json").is_file()
+
+
+def test_a_good_check_is_followed_by_the_push(trained, tmp_path, other_process, monkeypatch, capsys):
+    """The two together are how a model is published."""
+    hub = Hub()
+    monkeypatch.setattr(hf_hub, "_client", lambda: hub)
+    assert to_hf.main([str(trained), str(tmp_path / "target"), "--push", "me/model", "--private"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("  ok ") == 4 and out.endswith("pushed to hub/me/model\n")
+    assert [what for what, _ in hub.calls] == ["create_repo", "upload_folder"]
 
 
 @pytest.fixture

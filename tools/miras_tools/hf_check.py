@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +27,21 @@ from miras_megatron.training.session import Session
 from miras_megatron.training.tokenizer import Tokenizer
 
 WORKER = Path(__file__).parent / "hf_check_worker.py"
+
+OLDEST = (4, 57)
+"""version of transformers that loads exports"""
+
+PROBE = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("torch", "transformers"):
+    try:
+        print(name, version(name))
+    except PackageNotFoundError:
+        print(name)
+"""
+
+PATIENCE = 120
+"""seconds for an interpreter to say what it has"""
 
 NEW_TOKENS = 32
 """of greedy text"""
@@ -44,17 +62,54 @@ class Finding:
 
 def refuse_no_transformers(python: str) -> None:
     """Raise ValueError where the interpreter `python` can't load an exported folder."""
-    code = "from importlib.util import find_spec as f; print(*(n for n in ('torch', 'transformers') if not f(n)))"
-    try:
-        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=120)
-    except OSError as error:
-        raise ValueError(f"--python {python}: can't be started ({error.strerror}); name a Python interpreter") from None
-    missing = done.stdout.split() if done.returncode == 0 else ["a working Python"]
-    if missing:
+    versions = _versions(python)
+    missing = [name for name, version in versions.items() if not version]
+    packages, needed = " ".join(missing), " and ".join(missing)
+    if not missing and _too_old(versions["transformers"]):
+        packages = f"'transformers>={OLDEST[0]}.{OLDEST[1]}'"
+        needed = f"transformers {OLDEST[0]}.{OLDEST[1]} or newer instead of {versions['transformers']}"
+    if needed:
         raise ValueError(
-            f"the check needs {' and '.join(missing)} in {python}: pip install {' '.join(missing)}, name another "
-            "interpreter with --python, or leave the check out with --no-check"
+            f"the check needs {needed} in {python}: pip install {packages}, name another interpreter with --python, "
+            "or leave the check out with --no-check"
         )
+
+
+def _versions(python: str) -> dict[str, str]:
+    """Package -> its version there, empty where it isn't. Raises ValueError where `python` is no interpreter."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="miras-check-") as scratch:
+            done = subprocess.run([_absolute(python), "-c", PROBE], **_alone(Path(scratch)), timeout=PATIENCE)
+        found = [line.partition(" ") for line in done.stdout.splitlines()]
+        if done.returncode == 0 and [name for name, _, _ in found] == ["torch", "transformers"]:
+            return {name: version for name, _, version in found}
+        reason = f"is no working Python (exit code {done.returncode})"
+    except subprocess.TimeoutExpired:
+        reason = f"doesn't answer within {PATIENCE} seconds"
+    except OSError as error:
+        reason = f"can't be started ({error.strerror})"
+    raise ValueError(f"--python {python}: {reason}; name a Python interpreter, or leave the check out with --no-check")
+
+
+def _too_old(version: str) -> bool:
+    """Whether a version of transformers is below the oldest that loads exports; one that can't be read isn't."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST
+
+
+def _absolute(python: str) -> str:
+    """The interpreter, by a path that holds in any folder; links stay, since a venv's interpreter is one."""
+    return os.path.abspath(shutil.which(python) or python)
+
+
+def _alone(scratch: Path) -> dict[str, Any]:
+    """How another interpreter is started: in an empty folder, without the paths of this one's modules.
+
+    Python's -I would hide what `pip install --user` put there, too.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    kept |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules"), "TOKENIZERS_PARALLELISM": "false"}
+    return {"cwd": scratch, "env": kept, "capture_output": True, "text": True}
 
 
 def compare(checkpoint: Path, folder: Path, run: Run, tokenizer: Tokenizer, python: str) -> Iterator[Finding]:
@@ -134,12 +189,11 @@ def _trained(opened: OpenedModel, rows: list[Tensor], vocabulary: int) -> dict[s
 
 def _in_fresh_process(folder: Path, given: dict[str, Tensor], scratch: Path, python: str) -> dict[str, Tensor]:
     save_file(given, scratch / "given.safetensors")
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    alone = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules"), "TOKENIZERS_PARALLELISM": "false"}
+    worker = shutil.copy(WORKER, scratch)  # Python puts the folder of a program first among those of its modules
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # what the training model lay in, or the device holds two
-    words = [python, "-I", str(WORKER), str(folder.absolute()), str(scratch), str(NEW_TOKENS)]
-    done = subprocess.run(words, cwd=scratch, env=kept | alone, capture_output=True, text=True)
+    words = [_absolute(python), str(worker), str(folder.absolute()), str(scratch), str(NEW_TOKENS)]
+    done = subprocess.run(words, **_alone(scratch))
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         raise ValueError(

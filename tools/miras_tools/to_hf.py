@@ -1,7 +1,7 @@
 """miras-to-hf RUN FOLDER: a checkpoint as a folder that transformers loads with nothing of ours installed.
 
-Exit code 0: written and, unless --no-check, the same as the training model; 1: written, but not the same; 2: bad input,
-said in one message, nothing written.
+Exit code 0: written and, unless --no-check, the same as the training model, and pushed where asked for; 1: FOLDER is
+written, but isn't the same, couldn't be loaded or wasn't pushed; 2: bad input, said in one message, nothing written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from miras_megatron.training.checkpoint_folder import (
     refuse_damaged,
 )
 from miras_megatron.training.generate import tokenizer_of
-from miras_megatron.training.main import one_message
+from miras_megatron.training.main import one_message, said_by_us
 from miras_megatron.training.stored_tensors import StoredTensors
 from miras_megatron.training.tokenizer import Tokenizer, load_tokenizer
 
@@ -68,10 +68,16 @@ def export(options: argparse.Namespace) -> int:
     step, tokenizer = int(common["step"]), _own_tokenizer(checkpoint, run, options.tokenizer, common["tokenizer"])
     _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
     print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
-    if options.check and not _same(checkpoint, target, run, tokenizer, options.python):
+    try:
+        if options.check and not _same(checkpoint, target, run, tokenizer, options.python):
+            return 1
+        if options.push:
+            print(f"pushed to {push(target, options.push, options.private)}", flush=True)
+    except (ValueError, OSError) as error:
+        if isinstance(error, ValueError) and not said_by_us(error):
+            raise
+        print(f"miras-to-hf: {error}\n  {target} is written and stays", file=sys.stderr, flush=True)
         return 1
-    if options.push:
-        print(f"pushed to {push(target, options.push, options.private)}", flush=True)
     return 0
 
 
