@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from miras_megatron.config.check import check_run
+from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import load_run
-from miras_megatron.config.schema import Data, Memory, Model, Run, Training
+from miras_megatron.config.schema import Data, Memory, Model, Run, Training, flatten
 from miras_megatron.model.build import block_spec
 from miras_megatron.training.tokenizer import Tokenizer
 
@@ -22,7 +27,8 @@ CONFIG, GENERATION, TRAINING = "config.json", "generation_config.json", "trainin
 APART = ("rule", "hidden", "heads", "norm_eps", "layers")
 """Fields of BlockSpec that have names of their own in config.json."""
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+"""training.precision -> what transformers calls it."""
 
 
 def write_config(folder: Path, run: Run, tokenizer: Tokenizer) -> None:
@@ -52,7 +58,7 @@ def model_config(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
-        "dtype": DTYPES[run.training.precision],
+        "dtype": DTYPE_NAMES[run.training.precision],
         "max_position_embeddings": run.data.sequence_length,
         "rule": {"name": run.memory.rule, "choices": run.memory.choices},
         "block": block,
@@ -69,7 +75,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         kind, version = config.get("model_type"), int(config.get("miras_format", FORMAT))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"FOLDER = {folder}: {CONFIG} can't be read ({reason}); name what miras-to-hf wrote") from None
     if kind != "miras":
@@ -91,7 +97,7 @@ def run_of_folder(folder: Path, config: dict[str, Any]) -> tuple[Run, bool]:
         return told, False
     run = load_run([str(path)])
     _refuse_another_model(path, run, told)
-    return replace(run, model=replace(run.model, vocab_size=config["vocab_size"])), True
+    return replace(run, model=replace(run.model, vocab_size=told.model.vocab_size)), True
 
 
 def _run_of_config(folder: Path, config: dict[str, Any]) -> Run:
@@ -114,10 +120,33 @@ def _run_of_config(folder: Path, config: dict[str, Any]) -> Run:
             data=Data(sequence_length=config["max_position_embeddings"]),
             training=Training(seed=block["seed"], precision="bf16" if config.get("dtype") == "bfloat16" else "fp32"),
         )
+        run = _read_back(run)
         block_spec(run)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except ConfigError as error:
+        raise ValueError(f"{folder / CONFIG}: describes no model: {'; '.join(error.problems)}") from None
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{folder / CONFIG}: describes no model ({type(error).__name__}: {error})") from None
     return run
+
+
+def _read_back(run: Run) -> Run:
+    """The run as it is read from a file, which is what becomes of it. Raises ValueError for what no file may say."""
+    plain = asdict(Run())
+    given = {
+        section: {name: value for name, value in values.items() if value != plain[section][name]}
+        for section, values in asdict(run).items()
+    }
+    with tempfile.TemporaryDirectory(prefix="miras-config-") as place:
+        file = Path(place) / "config.yaml"
+        file.write_text(yaml.safe_dump(given), encoding="utf-8")
+        again = load_run([str(file)])
+    was, now = flatten(run), flatten(again)
+    bent = [f"{name} = {was[name]!r}: is read as {value!r}" for name, value in now.items() if was[name] != value]
+    bent += ["vocab_size = null: must be a whole number"] if again.model.vocab_size is None else []
+    if bent:
+        raise ConfigError(CONFIG, bent)
+    check_run(again, CONFIG)
+    return again
 
 
 def _memory(rule: str, choices: dict[str, Any], block: dict[str, Any]) -> Memory:
@@ -130,13 +159,14 @@ def _memory(rule: str, choices: dict[str, Any], block: dict[str, Any]) -> Memory
 
 
 def _refuse_another_model(path: Path, run: Run, told: Run) -> None:
-    mine, theirs = _described(run), _described(told)
+    mine, theirs = described(run), described(told)
     differing = [f"{name} is {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
     if differing:
         raise ValueError(f"{path}: another model than {CONFIG}: {differing[0]}; put back the files of one export")
 
 
-def _described(run: Run) -> dict[str, Any]:
+def described(run: Run) -> dict[str, Any]:
+    """All that makes one model another, but for the size of the vocabulary, however its configuration says it."""
     model = {"pattern": run.model.letters, "ffn": run.model.ffn_width, "tie_embeddings": run.model.tie_embeddings}
     return asdict(block_spec(run)) | model
 

@@ -38,11 +38,11 @@ def read_tokenizer(folder: Path, given: str | None, config: dict[str, Any]) -> T
             '("bytes" for one token a byte)'
         )
     tokenizer = load_tokenizer(given) if given is not None else _load(path)
-    sizes = {config["vocab_size"], config.get("tokenizer_size", config["vocab_size"])}
+    sizes = [config["vocab_size"], config.get("tokenizer_size", config["vocab_size"])]
     if tokenizer.vocab_size not in sizes:
         raise ValueError(
             f"{given or path}: a tokenizer of {tokenizer.vocab_size} tokens, the model is of "
-            f"{' or '.join(map(str, sorted(sizes)))}; name the model's own with --tokenizer"
+            f"{' or '.join(dict.fromkeys(map(str, sizes)))}; name the model's own with --tokenizer"
         )
     return tokenizer
 
