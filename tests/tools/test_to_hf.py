@@ -11,6 +11,8 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from helpers.models import small_run
+from helpers.tiny_run import tiny_config, train_here
+from helpers.worlds import run_world
 from miras_tools import from_hf, hf_check, hf_hub, hf_weights, to_hf
 from miras_tools.hf_card import write_card
 from miras_tools.hf_code import flat_sources
@@ -332,6 +334,21 @@ def test_a_tokenizer_that_lies_elsewhere_now(exported, tmp_path, other_process, 
     assert "data.tokenizer" in capsys.readouterr().err and not (tmp_path / "lost").exists()
     assert to_hf.main([str(tmp_path / "is"), str(tmp_path / "named"), "--tokenizer", str(file)]) == 0
     assert len(other_process) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", "pipeline", "context"])
+def test_checkpoints_of_two_ranks_are_exported_whole(split, tmp_path):
+    """A matrix put together in another order than ranks took it apart is a model that babbles."""
+    changes = {f"parallel__{split}": 2, "training__steps": 1, "model__block": "null", "model__pattern": "mg"}
+    assert run_world(2, train_here, tiny_config(tmp_path, **changes)) == [0, 0]
+    assert to_hf.main([str(tmp_path / "run"), str(tmp_path / "model"), "--no-check"]) == 0
+    found = read_all(tmp_path / "model")
+    with open_model(tmp_path / "run") as opened:
+        want = {name: x for name, x in opened.model.state_dict().items() if isinstance(x, torch.Tensor) and x.numel()}
+    assert {to_ours(name) for name in found} == set(want)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, want[to_ours(name)][: len(tensor)]), name
 
 
 @pytest.mark.slow
