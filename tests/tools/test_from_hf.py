@@ -7,6 +7,8 @@ import pytest
 import torch
 from helpers.tiny_run import records, tiny_config
 from miras_tools import from_hf
+from miras_tools.hf_shapes import weight_dtypes
+from miras_tools.safetensors_stream import INDEX
 from miras_tools.to_hf import main as to_hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -106,6 +108,88 @@ def test_tied_models_that_transformers_4_saved(tied, tmp_path):
     (tied / "config.json").write_text(json.dumps(config))
     assert from_hf.main([str(tied), str(tmp_path / "run")]) == 0
     assert load_run([str(tmp_path / "run" / "config.yaml")]).model.tie_embeddings
+
+
+ODD = {
+    "vocab_size": ["257", None],
+    "num_attention_heads": [0],
+    "rms_norm_eps": ["a", float("nan")],
+    "max_position_embeddings": [None, -5],
+    "miras_format": [float("inf"), "new"],
+    "pattern": [7],
+    "rule": [None],
+    "block.seed": ["x"],
+    "block.rope_base": ["x"],
+}
+"""Field of config.json -> values that mean no model."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_values_that_mean_no_model(name, copy, tmp_path, capsys):
+    """A slip in a file that people edit by hand: a message, not a traceback, nor a run folder that nobody can open."""
+    (copy / "training_config.yaml").unlink()
+    whole = json.loads((copy / "config.json").read_text())
+    for value in ODD[name]:
+        first, _, inner = name.partition(".")
+        changed = {first: whole[first] | {inner: value} if inner else value}
+        (copy / "config.json").write_text(json.dumps(whole | changed))
+        assert "config.json" in refused(capsys, copy, tmp_path), value
+
+
+def test_a_size_of_the_tokenizer_that_is_none(copy, tmp_path, capsys):
+    """The tokenizer itself is asked; this is only what it is compared with."""
+    edit(copy / "config.json", tokenizer_size=[1])
+    content = json.loads((copy / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<|more|>"})
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    assert "the model is of 257 or [1]" in refused(capsys, copy, tmp_path)
+
+
+def change_weights(folder, change):
+    """Every file of weights with each tensor as `change(name, tensor)` makes it."""
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: change(name, tensor).contiguous() for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_memory_that_was_narrowed_elsewhere_trains_as_it_must(dtype, copy, tmp_path, capsys):
+    """model.to(torch.bfloat16) and save_pretrained: steps of a memory in bf16 are rounded away, and nothing would say
+    so. What was kept wide is written as it is."""
+    change_weights(copy, lambda name, x: x if name == "model.norm.weight" else x.to(dtype))
+    assert from_hf.main([str(copy), str(tmp_path / "run")]) == 0
+    stored = StoredTensors(find_checkpoint(tmp_path / "run", "RUN"))
+    assert {stored.dtype(name) for name in stored.weights} == {torch.float32}
+    told = capsys.readouterr().out
+    assert "narrower there" in told and f"and {len(stored.weights) - 4} more" in told and "model.norm" not in told
+
+
+def test_only_what_training_keeps_wide_is_widened(copy, tmp_path):
+    """A bf16 run's projections are bf16: float32 would double the checkpoint and change its export."""
+    text = (copy / "training_config.yaml").read_text()
+    (copy / "training_config.yaml").write_text(text.replace("precision: fp32", "precision: bf16"))
+    edit(copy / "config.json", dtype="bfloat16")
+    change_weights(copy, lambda name, x: x.to(torch.bfloat16))
+    assert from_hf.main([str(copy), str(tmp_path / "run")]) == 0
+    stored = StoredTensors(find_checkpoint(tmp_path / "run", "RUN"))
+    assert {name: stored.dtype(name) for name in stored.weights} == weight_dtypes(
+        load_run([str(tmp_path / "run" / "config.yaml")])
+    )
+
+
+@pytest.mark.parametrize("part", ["core.weights", "lm_head"])
+def test_weights_that_are_no_numbers_are_refused(part, copy, tmp_path, capsys):
+    """They came from a training that broke elsewhere; a run from them is lost from its first step."""
+    name = next(x for x in json.loads((copy / INDEX).read_text())["weight_map"] if part in x)
+
+    def broken(found, tensor):
+        if found == name:
+            tensor.view(-1)[-1] = torch.nan
+        return tensor
+
+    change_weights(copy, broken)
+    told = refused(capsys, copy, tmp_path)
+    assert f"{name} holds values that are not finite" in told
 
 
 def test_a_strangers_folders_are_not_taken_over(copy, tmp_path):

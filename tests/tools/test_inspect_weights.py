@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.tiny_run import tiny_config
+from miras_tools.hf_names import VOCABULARY
 from miras_tools.inspect_weights import main
 from safetensors.torch import load_file, save_file
 
-from miras_megatron.training.checkpoint_folder import find_checkpoint
+from miras_megatron.training.checkpoint_folder import find_checkpoint, read_places
 from miras_megatron.training.generate import open_model
 from miras_megatron.training.main import main as train
+from miras_megatron.training.stored_tensors import StoredTensors
 
 
 def test_every_tensor_of_a_checkpoint_is_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +102,116 @@ def test_what_is_not_finite_is_named(exported: Path, tmp_path: Path, capsys: pyt
     save_file(tensors, path, metadata={"format": "pt"})
     assert main([str(other)]) == 1
     assert "not finite" in capsys.readouterr().err
+
+
+def copied(folder: Path, place: Path) -> Path:
+    return Path(shutil.copytree(folder, place))
+
+
+def test_an_export_that_lacks_a_tensor_is_no_whole_one(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would draw it at random, and only warn."""
+    other = copied(exported, tmp_path / "other")
+    index = json.loads((other / "model.safetensors.index.json").read_text())
+    file = other / index["weight_map"].pop("model.norm.weight")
+    (other / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = load_file(file)
+    tensors["model.more.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert main([str(other)]) == 1
+    told = capsys.readouterr().err
+    assert "model.norm.weight is missing" in told and "model.more.weight is no weight of this model" in told
+
+
+def test_torn_files_are_damage_and_the_rest_is_told(
+    trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy that broke off: code 1, every finding, and what can still be read."""
+    other = copied(exported, tmp_path / "export")
+    shards = sorted(other.glob("model-*.safetensors"))
+    shards[0].write_bytes(shards[0].read_bytes()[:-9])
+    shards[1].unlink()
+    run = copied(find_checkpoint(trained, "RUN"), tmp_path / "checkpoint")
+    stored, (_, places) = StoredTensors(run), read_places(run)
+    weights = sorted((x.relative_path, x.offset) for at, x in places.items() if at.fqn in stored.weights)
+    name, end = weights[len(weights) // 2]
+    (run / name).write_bytes((run / name).read_bytes()[:end])
+    for folder, signs in {other: [shards[0].name, shards[1].name], run: ["were written", "can't be read"]}.items():
+        assert main([str(folder), "--tensors"]) == 1
+        said = capsys.readouterr()
+        assert all(sign in said.err for sign in signs), said.err
+        assert said.out.count("float32") > 3
+        assert main(["--diff", str(trained), str(folder)]) == 1
+        assert all(sign in capsys.readouterr().err for sign in signs[:1])
+
+
+def test_padding_rows_are_looked_at_too(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They count in the softmax of whoever trains on."""
+    other = copied(exported, tmp_path / "other")
+    tensors = load_file(other / "padding.safetensors")
+    for change, words in {
+        (lambda x: x + torch.nan): [str(other)],
+        (lambda x: x + 1): ["--diff", str(exported), str(other)],
+        (lambda x: x[1:]): [str(other)],
+    }.items():
+        save_file({n: change(x).contiguous() for n, x in tensors.items()}, other / "padding.safetensors")
+        assert main(words) == 1
+    (other / "padding.safetensors").unlink()
+    assert main(["--diff", str(exported), str(other)]) == 0
+    assert "padding" in capsys.readouterr().err
+
+
+def test_the_same_weights_are_another_model_in_other_chunks(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a memory computes hangs on its chunks; what a run was called doesn't matter."""
+    other = copied(exported, tmp_path / "other")
+    (other / "training_config.yaml").unlink()
+    config = json.loads((other / "config.json").read_text())
+    for changed, code in {"seed": 0, "chunk_size": 1}.items():
+        config["block"][changed] = 4
+        (other / "config.json").write_text(json.dumps(config))
+        assert main(["--diff", str(exported), str(other)]) == code, changed
+    assert "another model: chunk_size 8 | 4" in capsys.readouterr().out
+
+
+def test_a_larger_vocabulary_is_another_model(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that only one has are no padding where they are tokens."""
+    other = copied(exported, tmp_path / "other")
+    (other / "padding.safetensors").unlink()
+    for path in other.glob("model-*.safetensors"):
+        tensors = load_file(path)
+        more = {n: torch.cat([x, x[:3]]) for n, x in tensors.items() if n in VOCABULARY}
+        save_file(tensors | more, path, metadata={"format": "pt"})
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 260}))
+    assert main(["--diff", str(exported), str(other)]) == 1
+    said = capsys.readouterr().out
+    assert "vocab_size 257 | 260" in said and "shapes [320, 16] and [260, 16]" in said
+
+
+def test_what_is_no_number_is_null_in_json(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NaN isn't JSON: most readers refuse the whole of it, just where a model is broken."""
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(name)
+
+    other = copied(exported, tmp_path / "other")
+    path = sorted(other.glob("model-*.safetensors"))[0]
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert main([str(other), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out, parse_constant=no_constant)
+    (row,) = [row for row in said["tensors"] if not row["finite"]]
+    assert row["norm"] is None and row["largest"] is None
+    assert main(["--diff", str(exported), str(other), "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=no_constant)["tensors"]
+    assert row["difference"] is None
 
 
 def test_bad_input_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

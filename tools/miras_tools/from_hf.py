@@ -34,6 +34,7 @@ from miras_megatron.training.tokenizer import JsonTokenizer, Tokenizer
 from .hf_config import read_config, run_of_folder
 from .hf_import import ImportedWeights
 from .hf_tokenizer import CONFIG, FILE, read_tokenizer
+from .hf_weights import first_few
 from .new_folder import new_folder, refuse_occupied, refuse_small_disk
 
 EXAMPLES = """
@@ -64,7 +65,7 @@ def import_folder(options: argparse.Namespace) -> int:
     refuse_small_disk(target, "RUN_DIR", sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     with new_folder(target, "RUN_DIR") as made:
         _write(made, run, tokenizer, weights)
-    _tell(target, whole, weights.has_padding)
+    _tell(target, whole, weights)
     return 0
 
 
@@ -98,12 +99,15 @@ def _copy_tokenizer(made: Path, tokenizer: JsonTokenizer) -> None:
     write_atomically(made / CONFIG, json.dumps(end, ensure_ascii=False) + "\n")
 
 
-def _tell(target: Path, whole: bool, padding: bool) -> None:
+def _tell(target: Path, whole: bool, weights: ImportedWeights) -> None:
     print(f"wrote {target}: a checkpoint of step 0, weights only")
     if not whole:
         print("  training_config.yaml isn't there: data, training and optimizer in config.yaml have their defaults")
-    if not padding:
+    if not weights.has_padding:
         print("  padding.safetensors isn't there: the rows beyond the vocabulary are zero")
+    if weights.widened:
+        told = first_few(weights.widened)
+        print(f"  narrower there than training has them, and written as training has them: {told}")
     print(f"  start from it with --training.init_from={target}, another --run.dir and your --data.train", flush=True)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from miras_megatron.config.schema import Run
@@ -14,9 +16,11 @@ from miras_megatron.training.checkpoint_folder import damaged_files, find_checkp
 from miras_megatron.training.stored_tensors import StoredTensors
 
 from .hf_config import CONFIG, read_config, run_of_folder
-from .hf_import import read_tensor, tensor_places
-from .hf_names import to_ours
+from .hf_import import find_tensors, misfits, padding_misfits, read_tensor
+from .hf_names import VOCABULARY, to_hf
+from .hf_shapes import weight_shapes
 from .hf_weights import PADDING
+from .hf_weights import misfits as misfits_of_checkpoint
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class HeldWeights:
     facts     (name, text) lines about it
     names     of the weights, in order
     nbytes    of all of them
-    read      name -> the whole tensor, on the CPU
-    problems  what is wrong with the files, one line each
+    read      name -> the whole tensor, on the CPU; ValueError where it can't be read
+    problems  what is wrong with the files, and with tensors beside the configuration, one line each
     """
 
     kind: str
@@ -53,10 +57,11 @@ def open_held(path: Path, verify: bool = True) -> HeldWeights:
 def _checkpoint(folder: Path, verify: bool) -> HeldWeights:
     manifest, stored, run = read_manifest(folder), StoredTensors(folder), saved_run(folder)
     common = read_plain(folder / "common.pt", COMMON)
-    problems = damaged_files(folder) if verify else []
+    damaged = damaged_files(folder) if verify else []
+    problems = [*damaged, *misfits_of_checkpoint(stored, run)]
     size = sum(entry["bytes"] for entry in manifest["files"].values())
     writers = len({name.split("_")[2] for name in manifest["files"] if name.startswith("__")})
-    state = "not verified" if not verify else "damaged" if problems else "as it was written (SHA-256 of every file)"
+    state = "not verified" if not verify else "damaged" if damaged else "as it was written (SHA-256 of every file)"
     beside = len(stored.names) - len(stored.weights)
     facts = [
         (
@@ -79,12 +84,17 @@ def _layout(run: Run) -> str:
 def _export(folder: Path) -> HeldWeights:
     config = read_config(folder)
     run, told = run_of_folder(folder, config)
-    places = tensor_places(folder)
+    places, problems = find_tensors(folder)
+    problems = problems or [*misfits(places, run), *padding_misfits(folder, run)]
+    padding = [folder / PADDING] if (folder / PADDING).is_file() else []
     files = sorted(set(places.values()))
-    size = sum(path.stat().st_size for path in files)
-    kept = "with" if (folder / PADDING).is_file() else "without"
+    size = sum(path.stat().st_size for path in [*files, *padding])
     facts = [
-        ("what", f"export of format {config.get('miras_format')}, {kept} the vocabulary's padding rows"),
+        (
+            "what",
+            f"export of format {config.get('miras_format')}, {'with' if padding else 'without'} "
+            "the vocabulary's padding rows",
+        ),
         ("files", f"{len(files)} of weights, {size / 2**20:,.1f} MiB"),
         (
             "training",
@@ -93,9 +103,15 @@ def _export(folder: Path) -> HeldWeights:
             else "no training_config.yaml: defaults where config.json is silent",
         ),
     ]
-    names = {to_ours(name): name for name in places}
+    names = [name for name in weight_shapes(run) if to_hf(name) in places]
+    read = partial(_read_exported, places, None if problems or not padding else padding[0])
+    return HeldWeights("export", folder, run, facts, names, size, read, problems)
 
-    def read(name: str) -> Tensor:
-        return read_tensor(places[names[name]], names[name])
 
-    return HeldWeights("export", folder, run, facts, list(names), size, read)
+def _read_exported(places: dict[str, Path], padding: Path | None, name: str) -> Tensor:
+    """The tensor with its padding rows, where they are known."""
+    theirs = to_hf(name)
+    tensor = read_tensor(places[theirs], theirs)
+    if padding is None or theirs not in VOCABULARY:
+        return tensor
+    return torch.cat([tensor, read_tensor(padding, theirs)])

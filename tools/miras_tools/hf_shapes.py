@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from miras_megatron.config.schema import Run
 from miras_megatron.layers import BlockSpec, PlainLinear, build_block
+from miras_megatron.layers.linear import Projection
 from miras_megatron.memory import MemoryState
-from miras_megatron.model.build import block_spec
+from miras_megatron.model.build import DTYPES, block_spec
 
 Shape = tuple[int, ...]
 
@@ -31,6 +32,25 @@ def weight_shapes(run: Run) -> dict[str, Shape]:
         shapes |= {f"{prefix}self_attention.mixer.{name}": shape for name, shape in mixers[letter].items()}
     shapes["decoder.final_layernorm.weight"] = (model.hidden,)
     return shapes if model.tie_embeddings else shapes | {"output_layer.weight": table}
+
+
+def weight_dtypes(run: Run) -> dict[str, torch.dtype]:
+    """Name in the checkpoint -> dtype that training has it in: bf16 where training.precision says so, but float32 what
+    is no projection, and the projections of gates."""
+    spec, wide = block_spec(run), {"decoder.final_layernorm.weight"}
+    mixers = {letter: _wide_in_mixer(_build(letter, spec)) for letter in dict.fromkeys(run.model.letters)}
+    for number, letter in enumerate(run.model.letters):
+        prefix = f"decoder.layers.{number}."
+        wide |= {prefix + "input_layernorm.weight", prefix + "pre_mlp_layernorm.weight"}
+        wide |= {f"{prefix}self_attention.mixer.{name}" for name in mixers[letter]}
+    narrow = DTYPES[run.training.precision]
+    return {name: torch.float32 if name in wide else narrow for name in weight_shapes(run)}
+
+
+def _wide_in_mixer(mixer: nn.Module) -> list[str]:
+    weights = [part.weight for part in mixer.modules() if isinstance(part, Projection)]
+    narrow = {id(weight) for weight in weights if not getattr(weight, "no_weight_decay", False)}
+    return [name for name, parameter in mixer.named_parameters() if id(parameter) not in narrow]
 
 
 def state_shapes(run: Run) -> dict[str, dict[str, list[int]]]:

@@ -6,6 +6,7 @@ count in training's softmax: a run that starts from an import has the original's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from miras_megatron.training.stored_tensors import StoredTensors
 
 from .hf_names import VOCABULARY, to_hf, to_ours
 from .hf_shapes import weight_shapes
-from .safetensors_stream import DTYPES, Entry, write_file, write_shards
+from .safetensors_stream import FLOAT_CODES, Entry, write_file, write_shards
 from .tensor_progress import TensorProgress
 
 PADDING = "padding.safetensors"
@@ -66,6 +67,13 @@ class ExportedWeights:
 
 def refuse_other_shapes(stored: StoredTensors, run: Run) -> None:
     """Raise ValueError where the checkpoint doesn't hold just the weights that its configuration describes."""
+    problems = misfits(stored, run)
+    if problems:
+        raise ValueError(f"{stored.folder}: doesn't fit its config.yaml: {first_few(problems)}")
+
+
+def misfits(stored: StoredTensors, run: Run) -> list[str]:
+    """What of the checkpoint's weights doesn't fit its configuration, one line each."""
     wanted, found = weight_shapes(run), {name: stored.shape(name) for name in stored.weights}
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is no weight of this model" for name in found if name not in wanted]
@@ -74,7 +82,10 @@ def refuse_other_shapes(stored: StoredTensors, run: Run) -> None:
         for name in wanted.keys() & found.keys()
         if wanted[name] != found[name]
     ]
-    problems += [f"{name} is of {stored.dtype(name)}" for name in found if stored.dtype(name) not in DTYPES]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"{stored.folder}: doesn't fit its config.yaml: {'; '.join(sorted(problems)[:3])}{more}")
+    problems += [f"{name} is of {stored.dtype(name)}" for name in found if stored.dtype(name) not in FLOAT_CODES]
+    return sorted(problems)
+
+
+def first_few(lines: Sequence[str], most: int = 3) -> str:
+    """The first lines in one, and how many more there are."""
+    return "; ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")

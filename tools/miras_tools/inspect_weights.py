@@ -1,12 +1,14 @@
 """miras-inspect PATH | --diff A B: what a checkpoint or an exported folder holds, a tensor at a time, without a GPU.
 
-Exit code 0: whole, or the same; 1: damaged or not finite, or different; 2: bad input, said in one message.
+Exit code 0: whole, or the same; 1: damaged, not finite or not what the configuration describes, or different; 2: bad
+input, or a folder whose configuration or index can't be read, said in one message.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from miras_megatron.model.build import part_of
 from miras_megatron.training.main import one_message
 
 from .held_weights import HeldWeights, open_held
+from .hf_config import described
 from .hf_names import VOCABULARY, to_hf
 from .hf_shapes import state_shapes
 from .tensor_progress import TensorProgress
@@ -50,23 +53,40 @@ def inspect(options: argparse.Namespace) -> int:
 # -- one ---------------------------------------------------------------------------------------------
 def describe(held: HeldWeights, every: bool, *, as_json: bool = False) -> int:
     """Print what `held` is; `every` tensor on a line of its own."""
-    rows = list(_rows(held))
+    problems = list(held.problems)
+    rows = list(_rows(held, problems))
     parts = _by_part(rows)
-    bad = [row["name"] for row in rows if not row["finite"]]
-    problems = [*held.problems, *(f"{name} holds values that are not finite" for name in bad)]
+    problems += [f"{row['name']} holds values that are not finite" for row in rows if not row["finite"]]
     if as_json:
         facts = dict(held.facts) | {"parameters": sum(row["numbers"] for row in rows)}
         said = {"path": str(held.folder), "kind": held.kind, "facts": facts, "parts": parts, "problems": problems}
-        print(json.dumps(said | {"state_bytes": state_bytes(held.run), "tensors": rows}, indent=1))
+        _print_json(said | {"state_bytes": state_bytes(held.run), "tensors": rows})
         return int(bool(problems))
     print(f"{held.folder}")
     for name, text in [*held.facts, *_model_facts(held.run)]:
         print(f"  {name:<12}{text}")
     print(f"  {'parameters':<12}{sum(row['numbers'] for row in rows):,}")
     print("\n" + "\n".join(_table(rows if every else parts, "tensor" if every else "part")))
+    _complain(problems)
+    return int(bool(problems))
+
+
+def _complain(problems: Sequence[str]) -> None:
     for problem in problems:
         print(f"miras-inspect: {problem}", file=sys.stderr)
-    return int(bool(problems))
+
+
+def _print_json(said: dict[str, Any]) -> None:
+    print(json.dumps(_plain(said), indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """The value with null for what is no number: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _model_facts(run: Run) -> Iterator[tuple[str, str]]:
@@ -84,11 +104,15 @@ def _model_facts(run: Run) -> Iterator[tuple[str, str]]:
         yield f"  layer {letter}", ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
-def _rows(held: HeldWeights) -> Iterator[dict[str, Any]]:
-    """Of every tensor its shape, dtype, norm, root mean square and largest value."""
+def _rows(held: HeldWeights, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Of every tensor its shape, dtype, norm, root mean square and largest value; what can't be read is a problem."""
     told = TensorProgress("read", len(held.names), held.nbytes)
     for name in held.names:
-        tensor = held.read(name)
+        try:
+            tensor = held.read(name)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
         told.add(tensor.nbytes)
         wide = tensor.double()
         norm = float(torch.linalg.vector_norm(wide))
@@ -130,37 +154,56 @@ def _table(rows: Sequence[dict[str, Any]], first: str) -> Iterator[str]:
 # -- two ---------------------------------------------------------------------------------------------
 def compare(a: HeldWeights, b: HeldWeights, *, as_json: bool = False) -> int:
     """Print where two differ: configuration, tensors that only one has, and how far apart the others are."""
-    fields = _differing_fields(a.run, b.run)
+    fields, function = _differing(flatten(a.run), flatten(b.run)), _differing(_function(a.run), _function(b.run))
     only = {str(x.folder): [n for n in x.names if n not in set(y.names)] for x, y in ((a, b), (b, a))}
-    rows = [_apart(name, a.read(name), b.read(name)) for name in a.names if name in set(b.names)]
+    rows = [_compared(name, a, b) for name in a.names if name in set(b.names)]
     differ = [row for row in rows if row["difference"] != 0.0]
+    problems = [f"{held.folder}: {problem}" for held in (a, b) for problem in held.problems]
     if as_json:
-        print(json.dumps({"fields": fields, "only": only, "tensors": differ, "compared": len(rows)}, indent=1))
+        said = {"fields": fields, "function": function, "only": only, "tensors": differ, "compared": len(rows)}
+        _print_json(said | {"problems": problems})
     else:
         print(f"A {a.folder} ({a.kind})\nB {b.folder} ({b.kind})")
         for name, (was, now) in fields.items():
             print(f"  {name}: {was} | {now}")
+        for name, (was, now) in function.items():
+            print(f"  another model: {name} {was} | {now}")
         for folder, names in only.items():
             for name in names:
                 print(f"  only in {folder}: {name}")
         print(f"  {len(rows) - len(differ)} of {len(rows)} tensors are the same to the last bit")
         for row in sorted(differ, key=lambda row: -row["difference"]):
             print(f"  {row['name']}: {row['text']}")
-    return int(bool(differ or any(only.values())))
+        _complain(problems)
+    return int(bool(differ or function or any(only.values()) or problems))
 
 
-def _differing_fields(a: Run, b: Run) -> dict[str, list[str]]:
-    """Dotted name -> both values."""
-    one, other = flatten(a), flatten(b)
+def _function(run: Run) -> dict[str, Any]:
+    """What the same weights hang on to be the same model."""
+    told = described(run) | {"vocab_size": run.model.vocab_size}
+    return {name: value for name, value in told.items() if name not in ("seed", "checkpoint_every")}
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[str]]:
+    """Name -> both values."""
     names = sorted(one.keys() | other.keys())
     return {n: [str(one.get(n)), str(other.get(n))] for n in names if one.get(n) != other.get(n)}
 
 
+def _compared(name: str, a: HeldWeights, b: HeldWeights) -> dict[str, Any]:
+    """How far apart two held tensors are; padding rows, which an export may lack, are left out where one does."""
+    try:
+        one, other = a.read(name), b.read(name)
+    except ValueError as error:
+        return {"name": name, "difference": float("inf"), "text": str(error)}
+    rows = min(one.shape[0], other.shape[0]) if one.dim() else 0
+    if to_hf(name) in VOCABULARY and rows == a.run.model.vocab_size == b.run.model.vocab_size:
+        one, other = one[:rows], other[:rows]
+    return _apart(name, one, other)
+
+
 def _apart(name: str, a: Tensor, b: Tensor) -> dict[str, Any]:
-    """How far apart two tensors are, relative to A's norm; padding rows, which one may lack, aside."""
-    if to_hf(name) in VOCABULARY:
-        rows = min(a.shape[0], b.shape[0])
-        a, b = a[:rows], b[:rows]
+    """How far apart two tensors are, relative to A's norm."""
     if a.shape != b.shape:
         return {"name": name, "difference": float("inf"), "text": f"shapes {list(a.shape)} and {list(b.shape)}"}
     if a.dtype == b.dtype and torch.equal(a, b):

@@ -20,12 +20,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-DTYPES = {
+FLOAT_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
+"""What the format calls the dtypes of weights."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -94,7 +95,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     start = 0
     for entry in entries:
         offsets = [start, start + entry.nbytes]
-        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        header[entry.name] = {"dtype": FLOAT_CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         start += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
