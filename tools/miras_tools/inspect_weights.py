@@ -196,10 +196,14 @@ def _compared(name: str, a: HeldWeights, b: HeldWeights) -> dict[str, Any]:
         one, other = a.read(name), b.read(name)
     except ValueError as error:
         return {"name": name, "difference": float("inf"), "text": str(error)}
-    rows = min(one.shape[0], other.shape[0]) if one.dim() else 0
-    if to_hf(name) in VOCABULARY and rows == a.run.model.vocab_size == b.run.model.vocab_size:
-        one, other = one[:rows], other[:rows]
-    return _apart(name, one, other)
+    tokens = a.run.model.vocab_size
+    if to_hf(name) not in VOCABULARY or tokens != b.run.model.vocab_size:
+        return _apart(name, one, other)
+    if tokens == min(one.shape[0], other.shape[0]):
+        return _apart(name, one[:tokens], other[:tokens])
+    beyond = "" if _apart(name, one[:tokens], other[:tokens])["difference"] else ", all in rows beyond the vocabulary"
+    found = _apart(name, one, other)
+    return found | {"text": found["text"] + beyond}
 
 
 def _apart(name: str, a: Tensor, b: Tensor) -> dict[str, Any]:
