@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ for _name in ("miras_megatron", "miras_kernels", "miras_launch", "miras_tools"):
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from accelerate import init_empty_weights  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 LENGTHS = (1, 5, 17, 64, 200)
 CHOICE: dict[str, Any] = {"pad_token_id": 256, "eos_token_id": None, "do_sample": False}
@@ -35,6 +38,15 @@ def apart(found: Tensor, wanted: Tensor) -> float:
 def load(folder: str | Path, **options: Any) -> Any:
     """The model as a user loads it."""
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto", **options).eval()
+
+
+def refused(does: Callable[[], Any]) -> bool:
+    """Whether it raises the ValueError that it should."""
+    try:
+        does()
+    except ValueError:
+        return True
+    return False
 
 
 def draw(*shape: int) -> Tensor:
@@ -75,11 +87,9 @@ def generation(model: Any, folder: Path) -> dict[str, Any]:
     said["from embeddings"] = apart(model(inputs_embeds=embedded).logits, model(ids).logits)
     kept = model(ids, logits_to_keep=1).logits
     said["last logits alone"] = apart(kept, model(ids).logits[:, -1:])
-    try:
-        model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=3, **CHOICE)
-        said["lookup refused"] = False
-    except ValueError:
-        said["lookup refused"] = True
+    said["lookup refused"] = refused(
+        lambda: model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=3, **CHOICE)
+    )
     return said
 
 
@@ -98,12 +108,55 @@ def padding(model: Any, folder: Path) -> dict[str, Any]:
         states = [tensors(cache_of(out)[1], i) for i in range(len(rows))]
         wanted = [tensors(cache_of(b)[1], 0) for b in alone]
         said[f"states padded {side}"] = max(states_apart(a, b) for a, b in zip(states, wanted, strict=True))
-        if side == "left":
-            text = model.generate(batch, attention_mask=mask, max_new_tokens=12, **CHOICE)[:, width:]
-            one = [model.generate(row[None], max_new_tokens=12, **CHOICE)[0, len(row) :] for row in rows]
-            said["text padded left"] = torch.equal(text, torch.stack(one))
-            parts = model.generate(batch, attention_mask=mask, max_new_tokens=12, prefill_chunk_size=50, **CHOICE)
-            said["text padded left in parts"] = torch.equal(text, parts[:, width:])
+        text = model.generate(batch, attention_mask=mask, max_new_tokens=12, **CHOICE)[:, width:]
+        one = [model.generate(row[None], max_new_tokens=12, **CHOICE)[0, len(row) :] for row in rows]
+        said[f"text padded {side}"] = torch.equal(text, torch.stack(one))
+        parts = model.generate(batch, attention_mask=mask, max_new_tokens=12, prefill_chunk_size=50, **CHOICE)
+        said[f"text padded {side} in parts"] = torch.equal(text, parts[:, width:])
+    return said
+
+
+def padded_losses(model: Any, folder: Path) -> dict[str, Any]:
+    """The loss of a padded row is that of the row: its last pad doesn't predict its first token."""
+    row, said = draw(1, 17), dict[str, Any]()
+    ids, mask = torch.cat([draw(1, 6), row], 1), torch.ones(1, 23, dtype=torch.int64)
+    mask[:, :6] = 0
+    wanted = float(model(row, labels=row).loss)
+    said["loss padded left"] = abs(float(model(ids, attention_mask=mask, labels=ids).loss) - wanted) / wanted
+    seen = model(draw(1, 4), use_cache=True)
+    name, cache = cache_of(seen)
+    wide = torch.cat([torch.ones(1, 4, dtype=torch.int64), mask], 1)
+    after = float(model(row, labels=row, **{name: copy.deepcopy(cache)}).loss)
+    padded = float(model(ids, attention_mask=wide, labels=ids, **{name: cache}).loss)
+    said["loss padded left, with a cache"] = abs(padded - after) / after
+    return said
+
+
+def inputs(model: Any, folder: Path) -> dict[str, Any]:
+    """Rows of several documents and masks that say nothing are refused; hidden states and tuples where asked for."""
+    ids, places, said = draw(1, 6), torch.arange(6)[None], dict[str, Any]()
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    wanted, padded = model(ids).logits, model(ids, attention_mask=mask).logits
+    said["positions are taken"] = torch.equal(model(ids, position_ids=places).logits, wanted)
+    for name, row in {"from 0": [0, 0, 0, 0, 1, 2], "from 1": [1, 1, 1, 0, 1, 2], "by column": list(range(6))}.items():
+        out = model(ids, attention_mask=mask, position_ids=torch.tensor([row])).logits
+        said[f"padded positions {name}"] = torch.equal(out, padded)
+    borders = {"cu_seq_lens_q": torch.tensor([0, 2, 6])}
+    said["several documents refused"] = refused(lambda: model(ids, position_ids=places % 4))
+    said["their borders refused"] = refused(lambda: model(ids, **borders))
+    said["4-D mask refused"] = refused(lambda: model(ids, attention_mask=torch.ones(1, 1, 6, 6)))
+    said["narrow mask refused"] = refused(lambda: model(ids, attention_mask=mask[:, 1:]))
+    out = model(ids, output_hidden_states=True)
+    hidden = out.hidden_states
+    said["hidden states"] = (
+        len(hidden) == model.config.num_hidden_layers + 1
+        and torch.equal(hidden[0], model.get_input_embeddings()(ids))
+        and torch.equal(model.lm_head(hidden[-1]), out.logits)
+        and not torch.equal(hidden[0], hidden[1])
+    )
+    said["a tuple"] = torch.equal(model(ids, return_dict=False)[0], wanted)
+    base = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
+    said["without a head"] = torch.equal(base(ids).last_hidden_state, hidden[-1])
     return said
 
 
@@ -138,8 +191,37 @@ def turns(model: Any, folder: Path) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as place:
         cache.save(f"{place}/cache.pt")
-        loaded = type(cache).load(f"{place}/cache.pt")
+        loaded = model.load_cache(f"{place}/cache.pt")
+        Path(f"{place}/noise.pt").write_bytes(bytes(range(256)))
+        said["noise is no cache"] = refused(lambda: model.load_cache(f"{place}/noise.pt"))
     said["from a file"] = torch.equal(wanted, model.generate(more, max_new_tokens=8, **{name: loaded}, **CHOICE))
+    next_ids, other = draw(2, 3), draw(2, 9)
+    expected = model(next_ids, **{name: copy.deepcopy(cache)}).logits
+    model(other, **{name: copy.copy(cache)})
+    said["another batch refused"] = refused(lambda: model(draw(3, 4), **{name: cache}))
+    said["a cache after its copies"] = torch.equal(expected, model(next_ids, **{name: cache}).logits)
+    return said
+
+
+def ends(model: Any, folder: Path) -> dict[str, Any]:
+    """Rows that end at different times: the cache holds of each what it has by itself, and a second turn goes on."""
+    ids, said = draw(2, 37), dict[str, Any]()
+    text = model.generate(ids, max_new_tokens=12, **CHOICE)[:, 37:].tolist()
+    row, step = next(
+        (r, k) for r in (0, 1) for k in range(9) if text[r].index(text[r][k]) == k and text[r][k] not in text[1 - r]
+    )
+    for pad in (256, text[row][step]):
+        options = CHOICE | {"eos_token_id": text[row][step], "pad_token_id": pad}
+        first = model.generate(ids, max_new_tokens=12, return_dict_in_generate=True, **options)
+        name, cache = cache_of(first)
+        alone = model(torch.cat([ids[row], torch.tensor(text[row][: step + 1])])[None], use_cache=True)
+        found = states_apart(tensors(cache, row), tensors(cache_of(alone)[1], 0))
+        said[f"states after the end, pad {'ends' if pad != 256 else 'apart'}"] = found
+        more, mask = torch.cat([first.sequences, draw(2, 5)], 1), torch.ones(2, 54, dtype=torch.int64)
+        mask[row, 37 + step + 1 : 49] = 0
+        wanted = model.generate(more, attention_mask=mask, max_new_tokens=6, **CHOICE)
+        again = model.generate(more, attention_mask=mask, max_new_tokens=6, **{name: cache}, **CHOICE)
+        said[f"second turn after the end, pad {'ends' if pad != 256 else 'apart'}"] = torch.equal(wanted, again)
     return said
 
 
@@ -160,7 +242,11 @@ def training(model: Any, folder: Path) -> dict[str, Any]:
         "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     )
     getattr(model, f"{switch}_enable")()
+    calls: list[int] = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *unused: calls.append(1))
     model(ids, labels=labels).loss.backward()
+    hook.remove()
+    said["layers are computed again"] = len(calls) == 2
     said["gradients computed again"] = max(apart(p.grad, grads[n]) for n, p in model.named_parameters() if n in grads)
     said["every weight has a gradient"] = len(grads) == len(list(model.parameters()))
     getattr(model, f"{switch}_disable")()
@@ -183,19 +269,50 @@ def saving(model: Any, folder: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as disk:
             said["device map"] = apart(load(place, device_map=spread, offload_folder=disk)(ids).logits, wanted)
         low = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, dtype=torch.bfloat16)
-        wide = {name for name, p in low.named_parameters() if p.dtype == torch.float32}
-        said["memory stays float32"] = all(
-            n in wide for n, _ in low.named_parameters() if "core.weights" in n or "gates" in n
-        )
+        said["dtypes are training's"] = as_training(low, folder)
         said["projections are bf16"] = low.lm_head.weight.dtype == torch.bfloat16
         said["bf16 is near"] = apart(low.eval()(ids).logits.float(), wanted.float())
-        fresh = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(place, trust_remote_code=True), trust_remote_code=True
-        )
-        said["new weights are finite"] = all(bool(p.isfinite().all()) for p in fresh.parameters())
     model.resize_token_embeddings(300)
     found = model(ids).logits
     said["resized"] = apart(found[..., : wanted.shape[-1]], wanted) if found.shape[-1] == 300 else 1.0
+    return said
+
+
+def as_training(model: Any, folder: Path) -> bool:
+    """Whether every parameter is of the dtype that training in bf16 has it in."""
+    found = {name: str(p.dtype) for name, p in model.named_parameters()}
+    return found == json.loads((folder / "bf16_dtypes.json").read_text())
+
+
+def building(model: Any, folder: Path) -> dict[str, Any]:
+    """Models without a file, or with parts of one: the rest is a new model's, on the device that is asked for."""
+    said = dict[str, Any]()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+
+    def fresh(**options: Any) -> Any:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=True, **options)
+
+    with torch.device("meta"):
+        said["built on the default device"] = {p.device.type for p in fresh().parameters()} == {"meta"}
+    new = fresh()
+    said["new weights are finite"] = all(bool(p.isfinite().all()) for p in new.parameters())
+    said["new dtypes are training's"] = as_training(fresh(dtype=torch.bfloat16), folder)
+    weights = load_file(folder / "model.safetensors")
+    parts = ("core.weights", "core.query.weight", "mixer_norm", "gates.bias", "out.weight")
+    gone = [n for n in weights if n.startswith("model.layers.0.") and any(part in n for part in parts)]
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(folder, place, dirs_exist_ok=True)
+        kept = {n: x for n, x in weights.items() if n not in gone}
+        save_file(kept, f"{place}/model.safetensors", metadata={"format": "pt"})
+        found = dict(load(place).named_parameters())
+    whole = dict(model.named_parameters())
+    said["weights that are there stay"] = all(torch.equal(found[n], whole[n]) for n in found if n not in gone)
+    said["missing weights are a new model's"] = len(gone) >= 2 and all(
+        (torch.equal(found[n], p) if p.dim() == 1 or ".core.weights." in n else 0.5 < found[n].std() / p.std() < 2)
+        and found[n].dtype == whole[n].dtype
+        for n, p in new.named_parameters()
+        if n in gone
+    )
     return said
 
 
@@ -212,15 +329,23 @@ def words(folder: Path) -> dict[str, Any]:
     }
 
 
-CASES = (logits, generation, padding, turns, training, saving)
+CASES = (logits, generation, padding, padded_losses, inputs, turns, ends, training, building, saving)
+
+
+def built_empty(folder: Path) -> dict[str, Any]:
+    """Accelerate's way to make a model without memory for it, before anything else has imported the model's code."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    return {"built empty": {p.device.type for p in model.parameters()} == {"meta"}}
 
 
 @torch.no_grad()
 def judge(folder: Path) -> dict[str, Any]:
     """Every case of one model; what broke, where one did."""
     torch.manual_seed(0)
-    said = dict[str, Any]()
     try:
+        said = built_empty(folder)
         model = load(folder)
         for case in CASES:
             said |= case(model, folder)

@@ -46,6 +46,7 @@ def model_config(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
         "model_type": "miras",
         "auto_map": {
             "AutoConfig": "configuration_miras.MirasConfig",
+            "AutoModel": "modeling_miras.MirasModel",
             "AutoModelForCausalLM": "modeling_miras.MirasForCausalLM",
         },
         "miras_format": FORMAT,

@@ -20,7 +20,10 @@ from .memory import MemoryState
 CACHE_FORMAT = 1
 
 States = dict[int, Any]
-"""layer (from 1) -> its state, a pytree with rows in dim 0"""
+"""layer (from 1) -> its state, a pytree with rows in dim 0; LAST -> the last token's hidden state"""
+
+LAST, HIDDEN = 0, "hidden"
+"""What comes out at a row's trailing pads, even where its last token came in an earlier call."""
 
 
 class MirasCache(Cache):
@@ -51,6 +54,13 @@ class MirasCache(Cache):
         found: States = collect_lanes(self._places, rows)
         return found
 
+    def last(self, rows: Sequence[int]) -> torch.Tensor:
+        """[G, d] what came out at the last token of `rows`, all of which have seen one."""
+        held = {id(self._places[row][0]): {LAST: self._places[row][0][LAST]} for row in rows}
+        found = collect_lanes({row: (held[id(self._places[row][0])], self._places[row][1]) for row in rows}, rows)
+        hidden: torch.Tensor = found[LAST][HIDDEN]
+        return hidden
+
     def _level(self, rows: Sequence[int]) -> None:
         """Bring what full attention keeps of `rows` to one length: rows that are computed apart differ in it."""
         trees = {id(self._places[row][0]): self._places[row][0] for row in rows}
@@ -60,22 +70,26 @@ class MirasCache(Cache):
         if len(trees) == 1 or not any(longest.values()):
             return
         padded = {key: {n: right_aligned(x, longest[n]) for n, x in tree.items()} for key, tree in trees.items()}
-        self._places |= {row: (padded[id(self._places[row][0])], self._places[row][1]) for row in rows}
+        levelled = {row: (padded[id(self._places[row][0])], self._places[row][1]) for row in rows}
+        self._places = self._places | levelled  # a new dict: copies of this cache hold the old one
 
     def put(self, rows: Sequence[int], states: States) -> None:
         """What `rows` carry now."""
-        self._places |= {row: (states, place) for place, row in enumerate(rows)}
+        self._places = self._places | {row: (states, place) for place, row in enumerate(rows)}
 
-    def saw(self, rows: int, columns: int) -> None:
-        """A batch of `rows` went `columns` further. Raises ValueError for a batch of another size."""
+    def expect(self, rows: int) -> None:
+        """Raises ValueError for a batch of another size than the cache's."""
         if self._rows not in (0, rows):
             raise ValueError(f"a batch of {rows} rows with a cache of {self._rows}: give the cache of these rows")
+
+    def saw(self, rows: int, columns: int) -> None:
+        """A batch of `rows` went `columns` further."""
         self._rows = rows
         self.columns += columns
 
     # -- for transformers ----------------------------------------------------------------------------
     def __len__(self) -> int:
-        return len(next(iter(self._places.values()))[0]) if self._places else 0
+        return len(next(iter(self._places.values()))[0].keys() - {LAST}) if self._places else 0
 
     @property
     def is_initialized(self) -> bool:
@@ -159,16 +173,41 @@ class MirasCache(Cache):
         os.replace(part, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> MirasCache:
-        """Read what `save` wrote; nothing is unpickled but tensors. Raises ValueError for another file."""
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(stored, dict) or stored.get("format") != CACHE_FORMAT:
-            raise ValueError(f"{os.fspath(path)}: not a Miras cache of format {CACHE_FORMAT}")
+    def load(cls, path: str | os.PathLike[str], device: Devices = "cpu") -> MirasCache:
+        """Read what `save` wrote, to one device or to each layer's; nothing is unpickled but tensors.
+
+        Raises ValueError for another file. A model's `load_cache` knows the devices.
+        """
+        stored = _read(path)
         cache = cls()
-        cache.columns, cache._rows = stored["columns"], stored["batch"]
-        if stored["rows"]:
-            cache.put(stored["rows"], _states(stored["states"], torch.device(device)))
+        try:
+            cache.columns, cache._rows = int(stored["columns"]), int(stored["batch"])
+            if stored["rows"]:
+                cache.put(stored["rows"], {n: _states(x, _device(device, n)) for n, x in stored["states"].items()})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(path)}: no whole Miras cache ({type(error).__name__})") from None
         return cache
+
+
+Devices = torch.device | str | dict[int, torch.device]
+"""One for all, or layer (from 1) -> its device, LAST -> that of what comes out."""
+
+
+def _device(devices: Devices, layer: int) -> torch.device:
+    return devices[layer] if isinstance(devices, dict) else torch.device(devices)
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a file of `MirasCache.save`; bytes of something else may raise anything when unpickled."""
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{os.fspath(path)}: no Miras cache: it can't be read ({type(error).__name__})") from None
+    if not isinstance(stored, dict) or stored.get("format") != CACHE_FORMAT:
+        raise ValueError(f"{os.fspath(path)}: not a Miras cache of format {CACHE_FORMAT}")
+    return stored
 
 
 MEMORY = "memory state"

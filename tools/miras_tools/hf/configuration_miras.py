@@ -20,7 +20,7 @@ class MirasConfig(PretrainedConfig):
     """
 
     model_type = "miras"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     def __init__(
         self,

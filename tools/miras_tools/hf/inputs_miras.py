@@ -1,0 +1,71 @@
+"""What a model is given beside its tokens: which inputs it refuses, which tokens are pads, which labels count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_lengths")
+"""What collators call the borders of documents that share a row."""
+
+
+def real_tokens(mask: Tensor | None, batch: int, tokens: int, seen: int) -> Tensor:
+    """[B, T] bool on the CPU: no pads. Raises ValueError for a mask that says nothing about these tokens."""
+    if mask is None:
+        return torch.ones(batch, tokens, dtype=torch.bool)
+    if mask.dim() != 2 or mask.shape[0] != batch:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}: a memory reads every real token; give [{batch}, {tokens}], "
+            "1 at tokens and 0 at pads"
+        )
+    if mask.shape[1] < tokens or (mask.shape[1] > tokens and not seen):
+        raise ValueError(f"attention_mask is {mask.shape[1]} wide, the tokens are {tokens}: give one column a token")
+    return mask[:, -tokens:].bool().cpu() if tokens else torch.ones(batch, 0, dtype=torch.bool)
+
+
+def refuse_packed(position_ids: Tensor | None, real: Tensor, others: dict[str, Any]) -> None:
+    """Raises ValueError where a row holds several documents: their memories would be one.
+
+    Positions at pads mean nothing; those of a row's tokens rise by one, or as their columns do.
+    """
+    way_out = "give each document a row of its own, padded (attention_mask)"
+    if given := [name for name in PACKED if others.get(name) is not None]:
+        raise ValueError(f"{given[0]}: rows that hold several documents can't be told apart here; {way_out}")
+    if position_ids is None:
+        return
+    if position_ids.dim() != 2 or position_ids.shape[1] != real.shape[1]:
+        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}: give [B, {real.shape[1]}], or none")
+    columns = torch.arange(real.shape[1])
+    for places, row in zip(position_ids.cpu().expand(real.shape[0], -1), real, strict=True):
+        steps, wide = places[row].diff(), columns[row].diff()
+        if not (bool((steps == 1).all()) or torch.equal(steps, wide.to(steps.dtype))):
+            raise ValueError(f"position_ids that don't rise by one token after token: {way_out}, and no position_ids")
+
+
+def countable(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Labels without those that a pad would predict: what comes out there is no word about the row's next token."""
+    if mask is None:
+        return labels
+    labels, pads = labels.clone(), mask[:, -labels.shape[1] :].to(labels.device) == 0
+    labels[:, 1:][pads[:, :-1]] = -100
+    return labels
+
+
+def without_ended(inputs: dict[str, Any], made: Tensor, ends: Tensor, pad: Tensor) -> dict[str, Any]:
+    """Inputs of a generating step, with 0 in the mask at pads that rows are fed after their end.
+
+    made  [B, n] tokens generated so far; ends, pad  ids that end a row, and that follow its end
+    """
+    stop, fill = ends.to(made.device).flatten(), pad.to(made.device).flatten()
+    after = torch.isin(made, stop).cumsum(1).roll(1, 1)
+    after[:, 0] = 0
+    ended = torch.isin(made, fill) & (after > 0)
+    if not bool(ended.any()):
+        return inputs
+    mask = inputs.get("attention_mask")
+    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask.clone()
+    width = min(made.shape[1], mask.shape[1])
+    mask[:, -width:][ended[:, -width:].to(mask.device)] = 0
+    return inputs | {"attention_mask": mask}
