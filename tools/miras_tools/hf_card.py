@@ -37,13 +37,13 @@ A language model of {parameters:,} parameters with a memory that learns while it
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True, dtype="auto")
 inputs = tokenizer("It is a", return_tensors="pt"{plain})
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 The code in this folder (Apache-2.0) needs torch and transformers 4.57 or newer; `trust_remote_code=True` lets it run.
 Rows of a batch may be padded on either side. A state of any text can be kept: what `generate` or a call returns as its
-cache goes on from there.{note}
+cache goes on from there; `cache.save(path)` writes it, `model.load_cache(path)` reads it.{note}
 
 lm-eval takes its longest input from `max_position_embeddings`, the length of training rows; `max_length` in
 `--model_args` sets another, of any size.
