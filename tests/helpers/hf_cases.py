@@ -154,6 +154,8 @@ def inputs(model: Any, folder: Path) -> dict[str, Any]:
         and torch.equal(model.lm_head(hidden[-1]), out.logits)
         and not torch.equal(hidden[0], hidden[1])
     )
+    made = model.generate(ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True, **CHOICE)
+    said["hidden states of generate"] = [len(step) for step in made.hidden_states] == [len(hidden)] * 2
     said["a tuple"] = torch.equal(model(ids, return_dict=False)[0], wanted)
     base = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
     said["without a head"] = torch.equal(base(ids).last_hidden_state, hidden[-1])
@@ -209,6 +211,10 @@ def ends(model: Any, folder: Path) -> dict[str, Any]:
     text = model.generate(ids, max_new_tokens=12, **CHOICE)[:, 37:].tolist()
     row, step = next(
         (r, k) for r in (0, 1) for k in range(9) if text[r].index(text[r][k]) == k and text[r][k] not in text[1 - r]
+    )
+    beams = {"max_new_tokens": 12, "num_beams": 3} | CHOICE | {"eos_token_id": text[row][step]}
+    said["ending beams cached"] = torch.equal(
+        model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams)
     )
     for pad in (256, text[row][step]):
         options = CHOICE | {"eos_token_id": text[row][step], "pad_token_id": pad}

@@ -77,7 +77,15 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 TEXTS = {
-    *("greedy cached", "prompt in parts", "beam cached", "sampling cached", "second turn", "from a file"),
+    *(
+        "greedy cached",
+        "prompt in parts",
+        "beam cached",
+        "ending beams cached",
+        "sampling cached",
+        "second turn",
+        "from a file",
+    ),
     *(f"text padded {side}{parts}" for side in ("left", "both", "right") for parts in ("", " in parts")),
     *(f"second turn after the end, pad {pad}" for pad in ("apart", "ends")),
 }

@@ -35,10 +35,11 @@ def refuse_packed(position_ids: Tensor | None, real: Tensor, others: dict[str, A
         raise ValueError(f"{given[0]}: rows that hold several documents can't be told apart here; {way_out}")
     if position_ids is None:
         return
-    if position_ids.dim() != 2 or position_ids.shape[1] != real.shape[1]:
-        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}: give [B, {real.shape[1]}], or none")
-    columns = torch.arange(real.shape[1])
-    for places, row in zip(position_ids.cpu().expand(real.shape[0], -1), real, strict=True):
+    batch, tokens = real.shape
+    if tuple(position_ids.shape) not in ((1, tokens), (batch, tokens)):
+        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}: give [{batch}, {tokens}], or none")
+    columns = torch.arange(tokens)
+    for places, row in zip(position_ids.cpu().expand(batch, -1), real, strict=True):
         steps, wide = places[row].diff(), columns[row].diff()
         if not (bool((steps == 1).all()) or torch.equal(steps, wide.to(steps.dtype))):
             raise ValueError(f"position_ids that don't rise by one token after token: {way_out}, and no position_ids")

@@ -165,7 +165,7 @@ class MirasPreTrainedModel(PreTrainedModel):
         missing = {
             name: parameter
             for name, parameter in module.named_parameters(recurse=False)
-            if not getattr(parameter, "_is_hf_initialized", False)
+            if not getattr(parameter, "_is_hf_initialized", False) and parameter.device.type != "meta"
         }
         if missing and hasattr(module, "_miras_place"):
             letter, number, name = module._miras_place  # type: ignore[misc]
@@ -274,7 +274,7 @@ class MirasModel(MirasPreTrainedModel):
             x, after[number] = layer(x, before.get(number), cache is not None)
             outs = [*outs, x] if every else [x]
         if cache is not None and x.shape[1]:
-            cache.put(rows, after | {LAST: {HIDDEN: x[:, -1]}})
+            cache.put(rows, after | {LAST: {HIDDEN: x[:, -1].clone()}})
         return outs
 
 
