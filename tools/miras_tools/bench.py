@@ -78,7 +78,7 @@ def memory(arguments: argparse.Namespace) -> int:
 
 def context(arguments: argparse.Namespace) -> int:
     """Two ranks that share a sequence, in every way that fits."""
-    tokens = arguments.tokens or (512 if arguments.quick else 65536)
+    tokens = arguments.tokens or (512 if arguments.quick else 131072)
     cases = context_cases(tokens, arguments.layers, arguments.hidden)
     with tempfile.TemporaryDirectory(prefix="miras-bench") as folder:
         rows = [measure_case(case, folder, arguments.repeats, _tell) for case in cases if case.carry in arguments.carry]
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--repeats", type=_positive, default=3, metavar="N", help="rounds; medians are shown (3)")
         command.add_argument("--quick", action="store_true", help="small shapes: shows that it runs, no more")
     one.add_argument("--threads", type=_positive, default=1, metavar="N", help="threads of every process (1)")
-    two.add_argument("--tokens", type=_positive, metavar="N", help="of the sequence (65536)")
+    two.add_argument("--tokens", type=_positive, metavar="N", help="of the sequence (131072)")
     two.add_argument("--layers", type=_positive, default=4, metavar="N", help="of the model (4)")
     two.add_argument("--hidden", type=_positive, default=64, metavar="N", help="its width, channels (64)")
     two.add_argument("--carry", nargs="+", choices=CARRIES, default=CARRIES, help="ways of sharing to measure (all)")

@@ -43,9 +43,9 @@ class ContextCase:
 def context_cases(tokens: int, layers: int, hidden: int) -> list[ContextCase]:
     """The relay with a deep memory, and what else fits: heads for the same rule, scan for an affine one.
 
-    heads and scan keep whole slices' graphs, so their rows are a quarter as long.
+    heads and scan keep whole slices' graphs, so their rows are an eighth as long.
     """
-    short = max(tokens // 4, RANKS)
+    short = max(tokens // 8, 64 * RANKS)
     return [
         ContextCase("relay", "titans", tokens, layers, hidden),
         ContextCase("heads", "titans", short, layers, hidden),
