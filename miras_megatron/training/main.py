@@ -84,6 +84,10 @@ def one_message(name: str, work: Callable[[], int]) -> int:
             raise
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         return 2
+    except OSError as error:
+        place = "" if error.filename is None else f"{error.filename}: "
+        print(f"{name}: {place}{error.strerror or error}", file=sys.stderr, flush=True)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -25,6 +25,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 LENGTHS = (1, 5, 17, 64, 200)
+PARTS: dict[str, Any] = {"prefill_chunk_size": 7}
 CHOICE: dict[str, Any] = {"pad_token_id": 256, "eos_token_id": None, "do_sample": False}
 
 
@@ -82,6 +83,8 @@ def generation(model: Any, folder: Path) -> dict[str, Any]:
         drawn.append(model.generate(ids, max_new_tokens=8, num_return_sequences=3, use_cache=cached, **sampling))
     said["sampling cached"] = torch.equal(*drawn) and drawn[0].shape == (6, 45)
     embedded = model.get_input_embeddings()(ids)
+    made = [model.generate(inputs_embeds=embedded, max_new_tokens=24, **more, **CHOICE) for more in ({}, PARTS)]
+    said["generated from embeddings"] = all(torch.equal(text, whole[:, 37:]) for text in made)
     said["from embeddings"] = apart(model(inputs_embeds=embedded).logits, model(ids).logits)
     kept = model(ids, logits_to_keep=1).logits
     said["last logits alone"] = apart(kept, model(ids).logits[:, -1:])
@@ -142,6 +145,7 @@ def inputs(model: Any, folder: Path) -> dict[str, Any]:
     borders = {"cu_seq_lens_q": torch.tensor([0, 2, 6])}
     said["several documents refused"] = refused(lambda: model(ids, position_ids=places % 4))
     said["their borders refused"] = refused(lambda: model(ids, **borders))
+    said["no token refused"] = refused(lambda: model(ids[:, :0])) and refused(lambda: model(ids[:0]))
     said["4-D mask refused"] = refused(lambda: model(ids, attention_mask=torch.ones(1, 1, 6, 6)))
     said["narrow mask refused"] = refused(lambda: model(ids, attention_mask=mask[:, 1:]))
     out = model(ids, output_hidden_states=True)
@@ -195,6 +199,10 @@ def turns(model: Any, folder: Path) -> dict[str, Any]:
         Path(f"{place}/noise.pt").write_bytes(bytes(range(256)))
         said["noise is no cache"] = refused(lambda: model.load_cache(f"{place}/noise.pt"))
     said["from a file"] = torch.equal(wanted, model.generate(more, max_new_tokens=8, **{name: loaded}, **CHOICE))
+    for given in (first.sequences[:, :-1], draw(2, 5)):  # all read already; new ones, without a mask that says so
+        said[f"a prompt of {given.shape[1]} after it refused"] = refused(
+            lambda ids=given: model.generate(ids, max_new_tokens=2, **{name: copy.deepcopy(cache)}, **CHOICE)
+        )
     next_ids, other = draw(2, 3), draw(2, 9)
     expected = model(next_ids, **{name: copy.deepcopy(cache)}).logits
     model(other, **{name: copy.copy(cache)})

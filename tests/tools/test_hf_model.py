@@ -72,6 +72,7 @@ def ask_transformers(name: str, place: Path) -> dict[str, Any]:
 TEXTS = {
     *(
         "greedy cached",
+        "generated from embeddings",
         "prompt in parts",
         "beam cached",
         "ending beams cached",

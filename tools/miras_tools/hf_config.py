@@ -76,7 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         kind, version = config.get("model_type"), int(config.get("miras_format", FORMAT))
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"FOLDER = {folder}: {CONFIG} can't be read ({reason}); name what miras-to-hf wrote") from None
     if kind != "miras":

@@ -132,7 +132,7 @@ def _named(folder: Path) -> dict[str, Path]:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         return {str(name): folder / Path(str(file)).name for name, file in index["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"FOLDER = {folder}: no {SINGLE}, and {INDEX} can't be read ({reason})") from None
 

@@ -6,6 +6,7 @@ memory, its place in a chunk and its convolution tails are those it would have a
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,10 @@ class MirasCache(Cache):
         self.columns = 0
         self._places: dict[int, tuple[States, int]] = {}
         self._rows = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MirasCache:
+        """Its own from now on, and sharing what it has: also of states that gradients go through."""
+        return copy.copy(self)
 
     # -- for the model -------------------------------------------------------------------------------
     def started(self, row: int) -> bool:
@@ -80,7 +85,10 @@ class MirasCache(Cache):
     def expect(self, rows: int) -> None:
         """Raises ValueError for a batch of another size than the cache's."""
         if self._rows not in (0, rows):
-            raise ValueError(f"a batch of {rows} rows with a cache of {self._rows}: give the cache of these rows")
+            raise ValueError(
+                f"a batch of {rows} rows with a cache of {self._rows}: give the cache of these rows, or "
+                "cache.batch_repeat_interleave(n) first where each row is read n times"
+            )
 
     def saw(self, rows: int, columns: int) -> None:
         """A batch of `rows` went `columns` further."""

@@ -25,6 +25,24 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, seen: int) -> Tens
     return mask[:, -tokens:].bool().cpu() if tokens else torch.ones(batch, 0, dtype=torch.bool)
 
 
+def refuse_empty(x: Tensor) -> None:
+    """Raises ValueError where x [B, T, d] has no row or no token."""
+    if x.dim() != 3 or not x.numel():
+        raise ValueError(
+            f"tokens of shape {tuple(x.shape[:-1])}: give [batch, tokens] with at least one of each; generate() without"
+            " input begins with the token that texts begin with"
+        )
+
+
+def refuse_read(cache: Any, mask: Tensor | None) -> None:
+    """Raises ValueError where a cache has read all that `generate` is given: it would read it once more."""
+    if mask is not None and mask.dim() == 2 and mask.shape[1] <= cache.get_seq_length():
+        raise ValueError(
+            f"the cache has read {cache.get_seq_length()} tokens and pads, and the prompt has {mask.shape[1]}: give the"
+            " whole text so far with at least one token more, or the new tokens alone with an attention_mask over all"
+        )
+
+
 def refuse_packed(position_ids: Tensor | None, real: Tensor, others: dict[str, Any]) -> None:
     """Raises ValueError where a row holds several documents: their memories would be one.
 

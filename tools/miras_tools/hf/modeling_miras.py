@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .cache_miras import HIDDEN, LAST, MirasCache
 from .configuration_miras import MirasConfig
-from .inputs_miras import countable, real_tokens, refuse_packed, without_ended
+from .inputs_miras import countable, real_tokens, refuse_empty, refuse_packed, refuse_read, without_ended
 from .layers import BlockSpec, PlainLinear, build_block
 from .memory import make_rule
 
@@ -220,6 +220,7 @@ class MirasModel(MirasPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        refuse_empty(x)
         cache = self._cache(cache if cache is not None else past_key_values, use_cache)
         if cache is not None:
             cache.expect(x.shape[0])
@@ -344,8 +345,10 @@ class MirasForCausalLM(MirasPreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *unused: Any, **also: Any
     ) -> None:
         """Our cache, before the first forward: a prompt that is read in parts needs it then. And what ends rows."""
-        given = any(model_kwargs.get(name) is not None for name in ("cache", "past_key_values"))
-        if generation_config.use_cache and not given:
+        given = [model_kwargs[n] for n in ("cache", "past_key_values") if model_kwargs.get(n) is not None]
+        if given:
+            refuse_read(given[0], model_kwargs.get("attention_mask"))
+        elif generation_config.use_cache:
             model_kwargs[CACHE_NAME] = MirasCache()
         ends, pad = (getattr(generation_config, f"_{name}_token_tensor", None) for name in ("eos", "pad"))
         if ends is not None and pad is not None:
@@ -361,10 +364,16 @@ class MirasForCausalLM(MirasPreTrainedModel, GenerationMixin):
         updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *others, **also)
         return updated
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *others: Any, **kwargs: Any) -> dict[str, Any]:
-        """As transformers', but a row's memory doesn't read the pads that it is fed after its end."""
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *others: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As transformers', but a row's memory doesn't read the pads that it is fed after its end.
+
+        transformers looks for inputs_embeds among these names to see whether a prompt may be embedded.
+        """
         made, *ids = kwargs.pop("ending", None) or (0,)
+        kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *others, **kwargs)
-        if made:
-            inputs.pop("position_ids", None)  # transformers counts on from pads, some of its versions from 0
+        if made or inputs_embeds is not None:
+            inputs.pop("position_ids", None)  # transformers counts on from pads or from 0, and no embedded tokens
         return without_ended(inputs, input_ids[:, -made:], *ids) if made and ids else inputs
