@@ -34,11 +34,15 @@ def refuse_empty(x: Tensor) -> None:
         )
 
 
-def refuse_read(cache: Any, mask: Tensor | None) -> None:
-    """Raises ValueError where a cache has read all that `generate` is given: it would read it once more."""
-    if mask is not None and mask.dim() == 2 and mask.shape[1] <= cache.get_seq_length():
+def refuse_read(cache: Any, given: dict[str, Any]) -> None:
+    """Raises ValueError where a cache has read all that `generate` is given: it would read it once more.
+
+    Without pads some versions of transformers give no mask, but positions.
+    """
+    told = next((given[n] for n in ("attention_mask", "position_ids") if given.get(n) is not None), None)
+    if told is not None and told.dim() == 2 and told.shape[1] <= cache.get_seq_length():
         raise ValueError(
-            f"the cache has read {cache.get_seq_length()} tokens and pads, and the prompt has {mask.shape[1]}: give the"
+            f"the cache has read {cache.get_seq_length()} tokens and pads, and the prompt has {told.shape[1]}: give the"
             " whole text so far with at least one token more, or the new tokens alone with an attention_mask over all"
         )
 

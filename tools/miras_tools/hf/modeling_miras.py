@@ -347,7 +347,7 @@ class MirasForCausalLM(MirasPreTrainedModel, GenerationMixin):
         """Our cache, before the first forward: a prompt that is read in parts needs it then. And what ends rows."""
         given = [model_kwargs[n] for n in ("cache", "past_key_values") if model_kwargs.get(n) is not None]
         if given:
-            refuse_read(given[0], model_kwargs.get("attention_mask"))
+            refuse_read(given[0], model_kwargs)
         elif generation_config.use_cache:
             model_kwargs[CACHE_NAME] = MirasCache()
         ends, pad = (getattr(generation_config, f"_{name}_token_tensor", None) for name in ("eos", "pad"))
