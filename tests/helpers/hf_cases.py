@@ -318,9 +318,9 @@ def building(model: Any, folder: Path) -> dict[str, Any]:
         found = dict(load(place).named_parameters())
     whole = dict(model.named_parameters())
     said["weights that are there stay"] = all(torch.equal(found[n], whole[n]) for n in found if n not in gone)
-    constant = {n for n, p in new.named_parameters() if p.dim() == 1 or ".core.weights." in n}
+    seeded = {n for n, p in new.named_parameters() if p.dim() == 1 or ".core.weights." in n}
     said["missing weights are a new model's"] = len(gone) >= 2 and all(
-        (torch.equal(found[n], p) if n in constant or not p.std() else 0.5 < found[n].std() / p.std() < 2)
+        (torch.equal(found[n], p) if n in seeded or not p.std() else 0.5 < found[n].std() / p.std() < 2)
         and found[n].dtype == whole[n].dtype
         for n, p in new.named_parameters()
         if n in gone

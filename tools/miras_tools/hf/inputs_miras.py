@@ -22,7 +22,7 @@ def real_tokens(mask: Tensor | None, batch: int, tokens: int, seen: int) -> Tens
         )
     if mask.shape[1] < tokens or (mask.shape[1] > tokens and not seen):
         raise ValueError(f"attention_mask is {mask.shape[1]} wide, the tokens are {tokens}: give one column a token")
-    return mask[:, -tokens:].bool().cpu() if tokens else torch.ones(batch, 0, dtype=torch.bool)
+    return mask[:, -tokens:].bool().cpu()
 
 
 def refuse_empty(x: Tensor) -> None:
