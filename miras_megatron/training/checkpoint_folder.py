@@ -200,7 +200,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         version = int(manifest["format"])
         if not isinstance(manifest["files"], dict):
             raise TypeError("files")
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise _damaged(folder, MANIFEST, f"can't be read ({type(e).__name__})") from None
     if version > FORMAT:
         raise ValueError(
@@ -308,9 +308,14 @@ def read_places(folder: Path) -> tuple[Index, Places]:
 
 
 def write_plain(path: Path, content: dict[str, Any]) -> None:
-    """Write tensors and plain values, down to the disk."""
+    """Write tensors and plain values, down to the disk. Raises OSError where the disk doesn't take them."""
     with open(path, "wb") as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch.save's own, while the file's is what its writer stumbled over
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
 

@@ -59,6 +59,13 @@ def test_a_folder_without_one_asks_for_it(tmp_path):
     assert read_tokenizer(tmp_path, "bytes", {"vocab_size": 257}).name == "bytes"
 
 
+def test_a_tokenizer_nested_without_end_is_refused(tmp_path):
+    """A stranger's file must not end in a traceback of Python's own recursion."""
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        read_tokenizer(tmp_path, None, {"vocab_size": 257})
+
+
 def test_a_tokenizer_that_adds_tokens_by_itself_is_known(trained_bpe, tmp_path):
     """Training never saw a [STOP] in front of a text; the model card has to say so."""
     assert not adds_tokens(trained_bpe) and not adds_tokens(ByteTokenizer())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from helpers.tiny_run import tiny_config
 from miras_tools.hf_names import VOCABULARY
-from miras_tools.inspect_weights import main
+from miras_tools.inspect_weights import _apart, main
 from safetensors.torch import load_file, save_file
 
 from miras_megatron.training.checkpoint_folder import find_checkpoint, read_places
@@ -102,6 +103,15 @@ def test_what_is_not_finite_is_named(exported: Path, tmp_path: Path, capsys: pyt
     save_file(tensors, path, metadata={"format": "pt"})
     assert main([str(other)]) == 1
     assert "not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "code"), [(0.0, -0.0, 1), (1.0, float("nan"), 1), (float("nan"), float("nan"), 0)]
+)
+def test_the_same_means_the_same_bits(was: float, now: float, code: int) -> None:
+    """A zero of the other sign is another folder to a digest; what is no number is equal to its like alone."""
+    found = _apart("weight", torch.tensor([2.0, was]), torch.tensor([2.0, now]))
+    assert (found["difference"] != 0.0) == bool(code) and not math.isnan(found["difference"])
 
 
 def copied(folder: Path, place: Path) -> Path:

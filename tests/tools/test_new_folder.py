@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from miras_tools.new_folder import new_folder, refuse_small_disk
+from miras_tools.new_folder import new_folder, refuse_occupied, refuse_small_disk
 
 
 def test_a_good_end_gives_the_folder_its_name(tmp_path):
@@ -126,3 +126,18 @@ def test_a_scheduler_that_ends_the_job_leaves_nothing_half_written(tmp_path):
         writer.send_signal(signal.SIGTERM)
         assert writer.wait(30) == 143
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127, "名" * 85])
+def test_names_as_long_as_a_disk_takes_are_taken(tmp_path, name):
+    """Names that list every setting of an experiment come near to it; the hidden folder's is longer."""
+    with new_folder(tmp_path / name, "FOLDER") as folder:
+        (folder / "file").write_text("x")
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_what_keeps_a_folder_from_being_empty_is_named(tmp_path):
+    """A hidden folder that a killed export left in it is nothing `ls` shows."""
+    (tmp_path / ".model.x.part").mkdir()
+    with pytest.raises(ValueError, match=r"holds '\.model\.x\.part'"):
+        refuse_occupied(tmp_path, "FOLDER")

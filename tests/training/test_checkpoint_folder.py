@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import resource
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from miras_megatron.training.checkpoint_folder import (
     read_plain,
     refuse_damaged,
     write_manifest,
+    write_plain,
 )
 
 
@@ -138,9 +140,21 @@ def test_a_newer_format_is_refused(tmp_path):
     (folder / "manifest.json").write_text('{"format": 99, "step": 5, "files": {}}')
     with pytest.raises(ValueError, match="checkpoint format 99"):
         read_manifest(folder)
-    (folder / "manifest.json").write_text('{"format": 1,')
-    with pytest.raises(ValueError, match=r"manifest.json can't be read"):
-        read_manifest(folder)
+    for torn in ('{"format": 1,', "[" * 100_000):
+        (folder / "manifest.json").write_text(torn)
+        with pytest.raises(ValueError, match=r"manifest.json can't be read"):
+            read_manifest(folder)
+
+
+def test_a_disk_that_takes_no_more_is_said_as_the_system_says_it(tmp_path):
+    """torch.save ends in an error about positions in a stream; the commands tell a full disk from a fault of ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_plain(tmp_path / "common.pt", {"tensor": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from miras_megatron.parallel.lost import RankLost
 from miras_megatron.training import generate, loop, run_folder
 from miras_megatron.training.guard import NotANumber
-from miras_megatron.training.main import expand_short, main
+from miras_megatron.training.main import expand_short, main, one_message
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "tflops", "mfu", "peak_gib"}
 
@@ -449,3 +449,20 @@ def test_a_rank_that_never_comes_is_a_lost_rank(tmp_path, monkeypatch, capsys, r
     error = capsys.readouterr().err
     assert error.startswith(f"miras-train: rank {rank} ") and who in error and "Traceback" not in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device", "there/file"), "miras-test: there/file: No space left on device"),
+        (OSError("odd"), "miras-test: odd"),
+    ],
+)
+def test_what_the_system_refuses_is_one_message(error, told, capsys):
+    """A full temporary folder, a name that is too long: a traceback would say the same, with forty lines before."""
+
+    def work():
+        raise error
+
+    assert one_message("miras-test", work) == 2
+    assert capsys.readouterr().err.strip() == told

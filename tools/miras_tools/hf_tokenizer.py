@@ -100,7 +100,7 @@ def _is_bytes(path: Path) -> bool:
         model, added = content["model"], content["added_tokens"]
         ids = {token["content"]: token["id"] for token in added}
         return bool(model["vocab"] == byte_file()["model"]["vocab"] and not model["merges"] and ids == {END: 256})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -210,12 +210,19 @@ def _apart(name: str, a: Tensor, b: Tensor) -> dict[str, Any]:
     """How far apart two tensors are, relative to A's norm."""
     if a.shape != b.shape:
         return {"name": name, "difference": float("inf"), "text": f"shapes {list(a.shape)} and {list(b.shape)}"}
-    if a.dtype == b.dtype and torch.equal(a, b):
+    if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
         return {"name": name, "difference": 0.0, "text": ""}
     gap = float(torch.linalg.vector_norm(a.double() - b.double()))
     share = gap / max(float(torch.linalg.vector_norm(a.double())), 1e-300)
     kinds = "" if a.dtype == b.dtype else f", {a.dtype} and {b.dtype}"
+    if math.isnan(share):
+        return {"name": name, "difference": float("inf"), "text": f"differs, and holds what is no number{kinds}"}
     return {"name": name, "difference": share or 1e-300, "text": f"{share:.3g} of its norm apart{kinds}"}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its bytes: -0.0 isn't 0.0 there, and what is no number is equal to its like."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _parser() -> argparse.ArgumentParser:

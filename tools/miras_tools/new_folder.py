@@ -16,8 +16,11 @@ from pathlib import Path
 
 def refuse_occupied(target: Path, field: str) -> None:
     """Raise ValueError where `target`, which the user named as `field`, holds something already."""
-    if target.is_dir() and any(target.iterdir()):
-        raise ValueError(f"{field} = {target}: is not empty; name a new folder, or remove that one yourself")
+    held = min((path.name for path in target.iterdir()), default=None) if target.is_dir() else None
+    if held is not None:
+        raise ValueError(
+            f"{field} = {target}: is not empty (it holds {held!r}); name a new folder, or remove that one yourself"
+        )
     if target.exists() and not target.is_dir():
         raise ValueError(f"{field} = {target}: is a file; name a new folder")
     if target.is_symlink() and not target.exists():
@@ -43,7 +46,7 @@ def new_folder(target: Path, field: str) -> Iterator[Path]:
     place = target if waits else target.absolute().parent
     try:
         place.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=place))
+        part = Path(tempfile.mkdtemp(prefix=f".{_short(target.name)}.", suffix=".part", dir=place))
     except OSError as error:
         raise _refused(target, field, error) from None
     try:
@@ -70,6 +73,11 @@ def _move_up(part: Path) -> None:
             if not path.exists():
                 os.rename(part.parent / path.name, path)
         raise
+
+
+def _short(name: str) -> str:
+    """As much of `name` as leaves room for a prefix and a suffix in the 255 bytes of a file's name."""
+    return os.fsencode(name)[:200].decode(errors="ignore")
 
 
 def _umask() -> int:
