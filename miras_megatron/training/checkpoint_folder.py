@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -310,14 +310,19 @@ def read_places(folder: Path) -> tuple[Index, Places]:
 def write_plain(path: Path, content: dict[str, Any]) -> None:
     """Write tensors and plain values, down to the disk. Raises OSError where the disk doesn't take them."""
     with open(path, "wb") as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:  # torch.save's own, while the file's is what its writer stumbled over
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        save_into(file, content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def save_into(file: IO[bytes], content: Any) -> None:
+    """torch.save, which raises OSError where the disk is full: its own complaint is of a position in a stream."""
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from .checkpoint_folder import no_extra_globals, read_places
+from .checkpoint_folder import no_extra_globals, read_places, save_into
 
 WEIGHTS_FILE = "__0_0.distcp"
 NOT_WEIGHTS = ("optimizer.", "random.", "lane")
@@ -92,14 +92,17 @@ class StoredTensors:
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write (name, tensor) pairs as the tensors of a checkpoint of one rank, one at a time, down to the disk."""
+    """Write (name, tensor) pairs as the tensors of a checkpoint of one rank, one at a time, down to the disk.
+
+    Raises OSError where the disk doesn't take them.
+    """
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     with open(folder / WEIGHTS_FILE, "wb") as file:
         for name, tensor in tensors:
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{name}: a view, saved with all it views"
             start, origin = file.tell(), torch.Size([0] * tensor.dim())
-            torch.save(tensor, file)
+            save_into(file, tensor)
             places[MetadataIndex(name, origin, 0)] = _StorageInfo(WEIGHTS_FILE, start, file.tell() - start)
             chunk = ChunkStorageMetadata(offsets=origin, sizes=tensor.shape)
             described[name] = TensorStorageMetadata(

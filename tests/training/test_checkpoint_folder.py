@@ -27,6 +27,7 @@ from miras_megatron.training.checkpoint_folder import (
     write_manifest,
     write_plain,
 )
+from miras_megatron.training.stored_tensors import write_tensors
 
 
 def nothing():
@@ -146,13 +147,20 @@ def test_a_newer_format_is_refused(tmp_path):
             read_manifest(folder)
 
 
-def test_a_disk_that_takes_no_more_is_said_as_the_system_says_it(tmp_path):
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: write_plain(folder / "common.pt", {"tensor": torch.zeros(100_000)}),
+        lambda folder: write_tensors(folder, [("weight", torch.zeros(100_000))]),
+    ],
+)
+def test_a_disk_that_takes_no_more_is_said_as_the_system_says_it(write, tmp_path):
     """torch.save ends in an error about positions in a stream; the commands tell a full disk from a fault of ours."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_plain(tmp_path / "common.pt", {"tensor": torch.zeros(100_000)})
+            write(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
