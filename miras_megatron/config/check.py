@@ -67,7 +67,8 @@ POSITIVE = (
     "model.norm_eps model.init_std memory.chunk_size memory.checkpoint_every memory.gate_rank memory.delta_init "
     "parallel.tensor parallel.pipeline parallel.context parallel.timeout parallel.replay_every data.sequence_length "
     "training.steps training.micro_batch "
-    "training.global_batch optimizer.lr optimizer.eps logging.every logging.profile_steps evaluate.batches "
+    "training.global_batch training.spike_loss training.state_norm_limit optimizer.lr optimizer.eps "
+    "logging.every logging.profile_steps evaluate.batches "
     "evaluate.needle_samples"
 ).split()
 POSITIVE_OR_NULL = ("model.ffn model.vocab_size memory.horizon memory.lr_max logging.peak_tflops").split()
@@ -75,7 +76,7 @@ AT_LEAST_ZERO = (
     "model.persistent_tokens model.memory_tokens model.conv data.workers optimizer.min_lr optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip checkpoint.every checkpoint.keep logging.memory_every "
     "logging.gradients_every logging.trace_step logging.profile_start evaluate.every evaluate.position_buckets "
-    "training.seed data.seed"
+    "training.seed training.patience data.seed"
 ).split()
 AT_MOST: dict[str, tuple[int, str]] = {
     "training.seed": (2**43, "each layer's generator is seeded by a multiple of it, below 2^64"),
@@ -227,5 +228,15 @@ def _schedule(run: Run) -> Problems:
         yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"
     if optimizer.decay_steps is not None and optimizer.decay_steps < 1:
         yield f"optimizer.decay_steps = {optimizer.decay_steps}: must be at least 1, or null"
+    if run.training.spike_norm <= 1:
+        yield f"training.spike_norm = {run.training.spike_norm}: must be above 1, times the median gradient norm"
+    if run.training.on_divergence != "ignore" and not (
+        run.logging.memory_every and MEMORY_LETTERS & {*run.model.letters}
+    ):
+        yield (
+            f"training.on_divergence = {run.training.on_divergence!r}: memories are looked at on the steps of "
+            f"logging.memory_every = {run.logging.memory_every}, in layers {', '.join(sorted(MEMORY_LETTERS))}; "
+            "give both, or set it to ignore"
+        )
     if not run.checkpoint.resume:
         yield "checkpoint.resume = '': must be auto, never, or the path of a checkpoint"

@@ -302,8 +302,21 @@ class Training:
     """rows of one optimizer step, over all data-parallel ranks and accumulation"""
     init_from: str | None = None
     """a checkpoint or run folder whose weights a new run starts from; null = random"""
-    on_nan: Literal["stop", "skip"] = "stop"
-    """a loss or gradient that is no number: stop and name layer and quantity, or skip the step and say so"""
+    on_nan: Literal["stop", "skip", "roll_back"] = "stop"
+    """a loss or gradient that is no number: stop and name layer and quantity; skip the step and say so; or roll back
+    to the last checkpoint and go on from there with the rows that come next"""
+    on_spike: Literal["ignore", "stop", "skip", "roll_back"] = "ignore"
+    """the same for a step whose loss or gradient norm is far above those of the last 64"""
+    spike_loss: float = 1.0
+    """nats above the median of the last 64 losses that are far"""
+    spike_norm: float = 10.0
+    """times the median of the last 64 gradient norms that is far"""
+    on_divergence: Literal["ignore", "stop", "skip", "roll_back"] = "ignore"
+    """the same for a memory that runs away, on the steps of logging.memory_every"""
+    state_norm_limit: float = 1e3
+    """mean Frobenius norm of a head's memory (metrics.jsonl: state_norm) above which it has run away"""
+    patience: int = 10
+    """steps skipped and rolled back from one checkpoint to the next after which the run stops; 0 = it never does"""
     recompute: bool = False
     """each layer is computed again in the backward pass: less memory, a third more work"""
     cpu_kernel: bool = True
@@ -350,6 +363,9 @@ class Checkpoint:
     """steps between checkpoints; 0 = only at the end"""
     keep: int = 2
     """checkpoints kept, the newest; 0 = all"""
+    background: bool = False
+    """a copy is taken and written while training goes on: steps don't wait for the disk, for the price of one more copy
+    of a rank's share of weights and moments in the host's memory"""
     resume: str = "auto"
     """auto: go on from the newest in run.dir if there is one; never: start anew (run.dir must hold none); or a path"""
 
@@ -448,6 +464,12 @@ CHANGEABLE_ON_RESUME = (
     "training.steps",
     "training.micro_batch",
     "training.on_nan",
+    "training.on_spike",
+    "training.spike_loss",
+    "training.spike_norm",
+    "training.on_divergence",
+    "training.state_norm_limit",
+    "training.patience",
     "training.recompute",
     "training.cpu_kernel",
     "training.compact_heap",

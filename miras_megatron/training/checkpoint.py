@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ from ..config.schema import Run, refused_on_resume
 from ..parallel.together import gather_objects
 from .carried import pack_states, unpack_states
 from .checkpoint_folder import (
-    MANIFEST,
     Index,
+    begin_checkpoint,
+    complete_checkpoint,
     damaged_files,
     describe,
     keep_newest,
     latest_checkpoint,
-    new_checkpoint,
     read_index,
     read_plain,
     refuse_damaged,
@@ -45,9 +45,9 @@ from .checkpoint_folder import (
 from .job import Job
 from .optimizer import make_moments, moment_tensors, put_moments, updates_done
 from .run_folder import stored_form
-from .tensor_files import InProcessSave
+from .tensor_files import PlannedSave
 
-COMMON = ("step", "tokens", "updates", "tokenizer", "data", "lanes", "lane_layouts")
+COMMON = ("step", "tokens", "updates", "tokenizer", "data", "lanes", "lane_layouts", "recent")
 """Names in common.pt."""
 
 logger = logging.getLogger(__name__)
@@ -61,26 +61,66 @@ class Progress:
     tokens: int = 0
 
 
-def save_checkpoint(job: Job, progress: Progress) -> Path:
-    """Write the checkpoint of `progress`, make it `latest`, and drop the oldest. A collective call.
+class Saving:
+    """One checkpoint on its way to the disk: begun and completed by all ranks together, written by each alone."""
 
-    Raises ValueError where the disk doesn't take it; the checkpoints before stay.
-    """
-    run_dir = Path(job.run.run.dir)
-    with (
-        _told_where_the_disk_fails(run_dir, progress.step),
-        new_checkpoint(run_dir, progress.step, job.mesh.rank, _barrier(job)) as folder,
-    ):
-        parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job)
-        dist_checkpointing.save(parts, str(folder), sharded_strategy=InProcessSave())
-        common = _common_state(job, progress)
-        if job.mesh.rank == 0:
-            write_plain(folder / "common.pt", common)
-            write_atomically(folder / "config.yaml", dump_run(stored_form(job.run)))
-        _write_manifest(job, folder, progress.step)
-    if job.mesh.rank == 0:
-        keep_newest(run_dir, job.run.checkpoint.keep)
-    return Path(run_dir) / "checkpoints" / f"step_{progress.step:08d}"
+    def __init__(self, job: Job, progress: Progress, *, copies: bool = False) -> None:
+        """Make its folder and plan it. A collective call.
+
+        copies  of all tensors are taken, so that training may go on before `write` has ended
+        Raises ValueError where the disk doesn't take it; the checkpoints before stay.
+        """
+        self._job, self.step = job, progress.step
+        self._failure: BaseException | None = None
+        self._described: dict[str, dict[str, Any]] = {}
+        with self._told():
+            self._folder = begin_checkpoint(self._run_dir, self.step, job.mesh.rank, _barrier(job))
+            planned = PlannedSave(copies=copies)
+            parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job)
+            dist_checkpointing.save(parts, str(self._folder), sharded_strategy=planned)
+            self._common = _common_state(job, progress)
+        assert planned.files is not None, "dist_checkpointing.save calls the strategy"
+        self._files = planned.files
+
+    def write(self) -> None:
+        """This rank's tensors, down to the disk, and their digests. Raises nothing: `complete` tells all ranks."""
+        try:
+            self._files.write()
+            mine = self._folder.glob(f"__{self._job.mesh.rank}_*")
+            self._described = {path.name: describe(path) for path in mine}
+        except Exception as error:
+            self._failure = error
+
+    def complete(self) -> Path:
+        """Name it, make it `latest`, and drop the oldest: the checkpoint. A collective call.
+
+        Raises ValueError where the disk didn't take it on any rank; the checkpoints before stay.
+        """
+        rank, keep = self._job.mesh.rank, self._job.run.checkpoint.keep
+        with self._told():
+            self._files.finish(self._failure)
+            gathered = gather_objects(self._job.mesh, self._described)
+            if rank == 0:
+                self._write_the_rest(gathered)
+            made = complete_checkpoint(self._run_dir, self.step, rank, _barrier(self._job))
+        if rank == 0:
+            keep_newest(self._run_dir, keep)
+        return made
+
+    def _write_the_rest(self, gathered: list[dict[str, dict[str, Any]]]) -> None:
+        """What one rank writes for all: common state, configuration, manifest."""
+        write_plain(self._folder / "common.pt", self._common)
+        write_atomically(self._folder / "config.yaml", dump_run(stored_form(self._job.run)))
+        written = {name: entry for part in gathered for name, entry in part.items()}
+        others = [path for path in self._folder.iterdir() if path.name not in written]
+        write_manifest(self._folder, self.step, written | {path.name: describe(path) for path in others})
+
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self._job.run.run.dir)
+
+    def _told(self) -> AbstractContextManager[None]:
+        return _told_where_the_disk_fails(self._run_dir, self.step)
 
 
 def load_checkpoint(job: Job, folder: Path) -> Progress:
@@ -99,6 +139,7 @@ def load_checkpoint(job: Job, folder: Path) -> Progress:
     put_moments(job.optimizer, job.model.sharded_state_dict(), stored["moments"], stored["updates"])
     _restore_random(job, stored)
     _restore_lanes(job, stored)
+    job.judge.remember(stored.get("recent", {}))
     if job.feed is not None:
         job.feed.seek(stored["data"])
     return Progress(stored["step"], stored["tokens"])
@@ -189,6 +230,7 @@ def _common_state(job: Job, progress: Progress) -> dict[str, Any]:
         "data": job.feed.position() if job.feed is not None else {},
         "lanes": lanes,
         "lane_layouts": gathered,
+        "recent": job.judge.recent(),
     }
 
 
@@ -313,15 +355,6 @@ def _is_of_the_disk(cause: BaseException) -> bool:
     if isinstance(cause, ConnectionError | TimeoutError):  # OSErrors too, but of a lost rank
         return False
     return isinstance(cause, OSError) or "PytorchStreamWriter" in str(cause)
-
-
-def _write_manifest(job: Job, folder: Path, step: int) -> None:
-    mine = {path.name: describe(path) for path in folder.glob(f"__{job.mesh.rank}_*")}
-    gathered = gather_objects(job.mesh, mine)
-    if job.mesh.rank == 0:
-        written = {name: entry for part in gathered for name, entry in part.items()}
-        others = [path for path in folder.iterdir() if path.name not in written and path.name != MANIFEST]
-        write_manifest(folder, step, written | {path.name: describe(path) for path in others})
 
 
 def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -133,24 +133,40 @@ def find_checkpoint(path: Path | str, field: str) -> Path:
 def new_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
     """A folder to write the checkpoint of `step` into; it gets its name and becomes `latest` when the block ends well.
 
-    Every rank enters; `barrier` is called where ranks wait for rank 0. What a killed save left behind is removed.
+    Every rank enters; `barrier` is called where ranks wait for rank 0.
     """
-    folder = folder_of(run_dir)
-    part, target = folder / f".{name_of(step)}.part", folder / name_of(step)
+    yield begin_checkpoint(run_dir, step, rank, barrier)
+    complete_checkpoint(run_dir, step, rank, barrier)
+
+
+def begin_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Path:
+    """The hidden folder that the checkpoint of `step` is written into. What a killed save left behind is removed."""
+    folder, part = folder_of(run_dir), part_of(run_dir, step)
     if rank == 0:
         for left_behind in folder.glob(".step_*"):
             shutil.rmtree(left_behind)
         part.mkdir(parents=True)
     barrier()
-    yield part
+    return part
+
+
+def complete_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Path:
+    """Give the written checkpoint of `step` its name and make it `latest`."""
+    folder, target = folder_of(run_dir), folder_of(run_dir) / name_of(step)
     barrier()
     if rank == 0:
         retire(target)
-        os.rename(part, target)
+        os.rename(part_of(run_dir, step), target)
         _sync_folder(folder)
         write_atomically(folder / LATEST, target.name + "\n")
         _sync_folder(folder)
     barrier()
+    return target
+
+
+def part_of(run_dir: Path | str, step: int) -> Path:
+    """The hidden folder of a checkpoint that isn't complete."""
+    return folder_of(run_dir) / f".{name_of(step)}.part"
 
 
 def keep_newest(run_dir: Path | str, keep: int) -> None:

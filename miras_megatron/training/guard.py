@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
-class NotANumber(Exception):
-    """A loss or gradient was infinite or no number, and the run's policy is to stop."""
+class BadStep(Exception):
+    """A step went wrong, and the run's policy is to stop."""
+
+
+class NotANumber(BadStep):
+    """A loss or gradient was infinite or no number."""
 
 
 @dataclass

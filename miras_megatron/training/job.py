@@ -17,6 +17,7 @@ from .carried import CarriedStates
 from .data import Batches
 from .feed import Feed
 from .tokenizer import Tokenizer
+from .trouble import Judge
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Job:
     config     the model's TransformerConfig, in which the schedule finds its hooks
     feed       step -> microbatches of this rank. None: the job has no data
     validation this rank's validation rows. None: there are none
+    judge      tells bad steps from good ones
     waits      for a neighbour, in the last step
     """
 
@@ -43,6 +45,10 @@ class Job:
     validation: Batches | None = None
     carried: CarriedStates = field(default_factory=CarriedStates)
     waits: list[Wait] = field(default_factory=list)
+    judge: Judge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.run.training)
 
     @property
     def layout(self) -> ContextLayout:

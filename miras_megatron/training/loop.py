@@ -19,7 +19,7 @@ from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
 from ..parallel.together import any_rank, gather_objects
 from ..parallel.trace import chrome_trace
-from .checkpoint import Progress, load_checkpoint, load_weights, save_checkpoint
+from .checkpoint import Progress, load_checkpoint, load_weights
 from .checkpoint_folder import find_checkpoint, write_atomically
 from .evaluate import evaluate, validation_batches
 from .feed import make_feed
@@ -29,7 +29,9 @@ from .needles import plant_needles
 from .optimizer import make_optimizer, wrap_model
 from .process import settle_process, told_where_memory_is_short
 from .profile import profile_window
+from .roll_back import roll_back
 from .run_folder import claimed_folder, find_start
+from .saver import Saver
 from .step import train_step
 from .stop import listen_for_stop
 from .tokenizer import load_tokenizer
@@ -53,6 +55,7 @@ def train(run: Run, source: str) -> int:
         with (
             claimed(job, start),
             open_log(job, progress) as log,
+            Saver(job) as saver,
             listen_for_stop() as stop,
             profile_window(run, mesh.rank) as profiled,
         ):
@@ -69,18 +72,45 @@ def train(run: Run, source: str) -> int:
                 keep_trace(job, step)
                 progress = Progress(step, progress.tokens + report.tokens)
                 log.step(with_flops(report, job))
+                tell_saved(log, saver.collect())
+                progress = settle(job, report, progress, log, saver)
+                if progress.step < step:
+                    continue
                 profiled()
                 asked = any_rank(mesh, stop.signal_name is not None)
                 last = step == run.training.steps
                 if job.validation is not None and not asked and (last or due(step, run.evaluate.every)):
                     log.validation(step, evaluate(job, job.validation))
                 if asked or last or due(step, run.checkpoint.every):
-                    log.say(f"saved {save_checkpoint(job, progress)}")
+                    tell_saved(log, saver.save(progress))
                 if asked:
+                    tell_saved(log, saver.finish())
                     log.say(f"stopped by {stop.signal_name or 'a signal'} after step {step}; run again to go on")
                     return 0
-            log.say(f"done: {progress.step} steps, {progress.tokens} tokens; everything lies in {run.run.dir}")
+            tell_saved(log, saver.finish())
+            told = "".join(f", {count} {action.replace('_', ' ')}" for action, count in sorted(log.counts.items()))
+            log.say(f"done: {progress.step} steps{told}, {progress.tokens} tokens; everything lies in {run.run.dir}")
     return 0
+
+
+def tell_saved(log: RunLog, made: Iterator[Path]) -> None:
+    """Say which checkpoints are complete."""
+    for path in made:
+        log.say(f"saved {path}")
+
+
+def settle(job: Job, report: StepReport, progress: Progress, log: RunLog, saver: Saver) -> Progress:
+    """Do about a bad step what the run's policy is; where the run stands then."""
+    trouble = report.trouble
+    if trouble is None or trouble.action != "roll_back":
+        log.event(report)
+        return progress
+    tell_saved(log, saver.finish())
+    progress = roll_back(job, report.step, trouble)
+    log.event(report, back_to=progress.step)
+    log.go_on_from(progress.step)
+    log.say(f"rolled back to step {progress.step}; rows that were read since are left out")
+    return progress
 
 
 def record_trace(job: Job, step: int) -> None:

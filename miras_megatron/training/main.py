@@ -58,13 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_training(run: Run, source: str) -> int:
     """Train; the number guard's stop is an exit code of its own."""
     from ..parallel.lost import RankLost
-    from .guard import NotANumber
+    from .guard import BadStep, NotANumber
     from .loop import train
 
     try:
         return train(run, source)
-    except NotANumber as stopped:
-        print(f"miras-train: not a number: {stopped}", file=sys.stderr, flush=True)
+    except BadStep as stopped:
+        kind = "not a number: " if isinstance(stopped, NotANumber) else ""
+        print(f"miras-train: {kind}{stopped}", file=sys.stderr, flush=True)
         return 3
     except RankLost as lost:
         print(f"miras-train: {lost}", file=sys.stderr, flush=True)

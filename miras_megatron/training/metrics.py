@@ -1,8 +1,8 @@
-"""What a run tells: RUN/metrics.jsonl (one object a step), RUN/validation.jsonl, RUN/gradients.jsonl, TensorBoard,
-one console line a step.
+"""What a run tells: RUN/metrics.jsonl (one object a step), RUN/validation.jsonl, RUN/gradients.jsonl, RUN/events.jsonl,
+TensorBoard, one console line a step.
 
 Only rank 0 writes. Nothing here is read back by the run itself: lines after a resumed step are dropped,
-so that a curve has one value a step however often the run was cut.
+so that a curve has one value a step however often the run was cut. Events stay: they tell why it was.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import math
 import os
 import resource
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+
+from .trouble import Trouble
 
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "bf16": {"H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "B200": 2250},
@@ -40,6 +43,7 @@ class StepReport:
     tflops       TFLOP/s a device that the counted operations reach; None where they aren't counted
     mfu          that over the device's peak, 0 to 1; None where the peak isn't known
     peak_gib     most memory held so far: of the device, or of the process where there is none
+    trouble      what was wrong with it, where weights and moments stayed as they were
     memory       layer name -> quantity -> value, on the steps that record it
     gradients    parameter -> l2 norm of its gradient before clipping, on the steps that record it
     idle         rank by rank the share of the step spent waiting for a neighbour's state; empty where none waits
@@ -55,15 +59,15 @@ class StepReport:
     tflops: float | None = None
     mfu: float | None = None
     peak_gib: float = 0.0
-    skipped: bool = False
+    trouble: Trouble | None = None
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     idle: list[float] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """The object of metrics.jsonl; `skipped`, `memory` and `idle` only where they say something."""
-        values = asdict(self)
-        del values["gradients"]
+        values = asdict(self) | {"skipped": self.trouble is not None}
+        del values["gradients"], values["trouble"]
         return {k: v for k, v in values.items() if k not in ("skipped", "memory", "idle") or v}
 
 
@@ -88,6 +92,13 @@ def device_peak_tflops(given: float | None, precision: str) -> float | None:
     return next((peak for part, peak in peaks.items() if part in name), None)
 
 
+RECORDS = ("metrics.jsonl", "validation.jsonl", "gradients.jsonl")
+"""Files with a line a step; those after a step that the run goes back to are dropped."""
+
+EVENTS = "events.jsonl"
+"""Bad steps, also those that were rolled back; nothing is dropped."""
+
+
 class RunLog:
     """The open files of one run. A rank that isn't rank 0 holds none and writes nothing."""
 
@@ -107,14 +118,24 @@ class RunLog:
         self._folder = folder
         self._files: dict[str, TextIO] = {}
         self._pace: float | None = None
-        self._board = None
+        self._board: Any = None
+        self.counts: Counter[str] = Counter()
+        self._tensorboard = tensorboard
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "validation.jsonl", "gradients.jsonl"):
-                drop_after(folder / name, last_step)
-            for name in ("metrics.jsonl", "validation.jsonl"):
-                self._open(name)
-            self._board = board_class()(str(folder / "tb"), purge_step=last_step + 1) if tensorboard else None
+            self.counts = count_events(folder / EVENTS)
+            self.go_on_from(last_step)
+
+    def go_on_from(self, step: int) -> None:
+        """Drop what was recorded after `step`, and open everything for the next."""
+        if not self.writes:
+            return
+        self.close()
+        for name in RECORDS:
+            drop_after(self._folder / name, step)
+        for name in ("metrics.jsonl", "validation.jsonl"):
+            self._open(name)
+        self._board = board_class()(str(self._folder / "tb"), purge_step=step + 1) if self._tensorboard else None
 
     def step(self, report: StepReport) -> None:
         """Record one step."""
@@ -138,6 +159,16 @@ class RunLog:
         self._scalars({"loss/val": results["loss"]} | flat, step)
         self.say(f"validation at step {step}: {results['bits_per_byte']:.4f} bits per byte, loss {results['loss']:.4f}")
 
+    def event(self, report: StepReport, back_to: int | None = None) -> None:
+        """Record a bad step: what was wrong, what was done, and the step that a roll back went to."""
+        trouble = report.trouble
+        if not self.writes or trouble is None:
+            return
+        self.counts[trouble.action] += 1
+        told = asdict(trouble) | {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
+        self._write(EVENTS, {"step": report.step} | told | ({} if back_to is None else {"back_to": back_to}))
+        self._scalars({f"trouble/{action}": count for action, count in self.counts.items()}, report.step)
+
     def say(self, line: str) -> None:
         """One line on the console of rank 0."""
         if self.writes:
@@ -147,6 +178,7 @@ class RunLog:
         """Flush and close everything."""
         for file in self._files.values():
             file.close()
+        self._files.clear()
         if self._board is not None:
             self._board.close()
 
@@ -185,11 +217,22 @@ def console_line(report: StepReport, steps: int, pace: float) -> str:
     """step, loss, gradient norm, learning rate, speed and the time that is left at `pace` seconds a step."""
     left = max(steps - report.step, 0) * pace
     mfu = f" | MFU {100 * report.mfu:.1f}%" if report.mfu is not None else ""
-    skipped = " | SKIPPED: not a number" if report.skipped else ""
+    skipped = f" | {report.trouble}" if report.trouble is not None else ""
     return (
         f"step {report.step:>{len(str(steps))}}/{steps} | loss {report.loss:.4f} | grad norm {report.grad_norm:.3g} | "
         f"lr {report.lr:.3g} | {_short(report.tokens_per_s)} tokens/s{mfu} | ETA {_clock(left)}{skipped}"
     )
+
+
+def count_events(path: Path) -> Counter[str]:
+    """Action -> how often the run took it; what is no record doesn't count."""
+    counts: Counter[str] = Counter()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            counts[str(json.loads(line)["action"])] += 1
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return counts
 
 
 def drop_after(path: Path, step: int) -> None:

@@ -19,7 +19,7 @@ from .lock import Held, take_lock
 TRACES = ("config.yaml", "metrics.jsonl", "checkpoints")
 """What a run leaves in its folder."""
 
-FILES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "gradients.jsonl")
+FILES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "gradients.jsonl", "events.jsonl")
 FOLDERS = ("checkpoints", "tb")
 """What a run opens in its folder without asking again."""
 

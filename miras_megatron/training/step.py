@@ -20,12 +20,13 @@ from ..parallel.micro_batches import run_forwards_ahead
 from ..parallel.together import gather_objects, largest, sum_losses
 from .batch import Batch, cut_for_rank
 from .gradients import gradient_norms
-from .guard import Finding, NotANumber, find_first, is_finite, probed
+from .guard import BadStep, Finding, NotANumber, find_first, probed
 from .job import Job
 from .loss import summed_loss
 from .metrics import StepReport, peak_gib
 from .optimizer import clip_and_update, gradient_norm, set_rates
 from .schedule import learning_rate
+from .trouble import Trouble
 
 
 def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradients: bool = False) -> StepReport:
@@ -33,7 +34,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
 
     look_inside        also record the inner loop of every memory layer, on the last microbatch
     look_at_gradients  also record the norm of every parameter's gradient
-    Raises NotANumber where loss or gradient is none and training.on_nan is `stop`; the weights are as before then.
+    A bad step (`Judge`) leaves weights, moments and carried states as they were. Raises BadStep where it is to stop.
     """
     assert job.trained is not None and job.optimizer is not None and job.feed is not None
     began = time.perf_counter()
@@ -47,13 +48,14 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
     loss = mean_loss(job, passed)
     norm = gradient_norm(job.optimizer)
     gradients = gradient_norms(job) if look_at_gradients else {}
-    fine = is_finite(loss, norm)
-    if fine:
+    memory = _gather_probes(job, passed.probes) if look_inside else {}
+    trouble = job.judge.judge(loss, norm, memory)
+    if trouble is None:
         clip_and_update(job.optimizer, norm, job.run.optimizer.clip)
         for lanes, states in passed.states:
             job.carried.keep(lanes, states)
-    elif job.run.training.on_nan == "stop":
-        raise NotANumber(_explain(job, batches, step, loss, norm))
+    elif trouble.action == "stop":
+        raise _stop(job, batches, step, trouble)
     seconds = time.perf_counter() - began
     job.waits = job.mesh.ring.drain_waits()
     tokens = sum(batch.tokens.numel() for batch in batches) * job.mesh.data
@@ -66,8 +68,8 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
         seconds=seconds,
         tokens_per_s=tokens / seconds,
         peak_gib=largest(job.mesh, peak_gib()),
-        skipped=not fine,
-        memory=_gather_probes(job, passed.probes) if look_inside else {},
+        trouble=trouble,
+        memory=memory,
         gradients=gradients,
         idle=idle_shares(job, seconds),
     )
@@ -193,8 +195,18 @@ def mean_loss(job: Job, passed: Passed) -> float:
     return float(total / max(count, 1.0))
 
 
-def _explain(job: Job, batches: list[Batch], step: int, loss: float, norm: float) -> str:
-    """Where the numbers went wrong, over all ranks. The failing microbatches run once more, forward only."""
+def _stop(job: Job, batches: list[Batch], step: int, trouble: Trouble) -> BadStep:
+    """What to raise. Where a number is none, the failing microbatches run once more, forward only."""
+    told = f"step {step}: {trouble.reason}; the weights are still those of step {step - 1}\n"
+    if trouble.kind != "nan":
+        field = f"training.on_{trouble.kind}"
+        return BadStep(f"{told}way out: a smaller optimizer.lr or memory.lr_max, a wider bound, or {field}=roll_back")
+    way_out = "\nway out: a smaller optimizer.lr or memory.lr_max, or training.on_nan=skip or roll_back"
+    return NotANumber(f"{told}first wrong: {_first_wrong(job, batches)}{way_out}")
+
+
+def _first_wrong(job: Job, batches: list[Batch]) -> str:
+    """Where the numbers went wrong, over all ranks."""
     here = find_first(job.model, lambda: run_microbatches_again(job, batches))
     findings: list[Finding] = gather_objects(job.mesh, here)
     places = [
@@ -202,12 +214,7 @@ def _explain(job: Job, batches: list[Batch], step: int, loss: float, norm: float
         for rank, finding in enumerate(findings)
         if finding.place
     ]
-    return (
-        f"step {step}: loss is {loss}, gradient norm is {norm}; the weights are still those of step {step - 1}\n"
-        + "first wrong: "
-        + ("\n".join(places) or "nothing that a second forward pass shows")
-        + "\nway out: a smaller optimizer.lr or memory.lr_max, or training.on_nan=skip"
-    )
+    return "\n".join(places) or "nothing that a second forward pass shows"
 
 
 def run_microbatches_again(job: Job, batches: list[Batch]) -> None:

@@ -8,6 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miras_megatron.training.metrics import RunLog, StepReport, console_line, device_peak_tflops, drop_after
+from miras_megatron.training.trouble import Trouble
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "tflops", "mfu", "peak_gib"}
 
@@ -62,7 +63,7 @@ def test_a_record_with_broken_bytes_costs_no_resume(tmp_path):
 def test_a_number_that_is_none_is_still_json(tmp_path):
     """Strict readers refuse a bare NaN, and the step that went wrong is the one people look for."""
     log = RunLog(tmp_path, last_step=0, steps=1, tensorboard=False, console=io.StringIO())
-    log.step(report(1, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    log.step(report(1, loss=float("nan"), grad_norm=float("inf"), trouble=Trouble("nan", "loss is nan", "skip")))
     log.close()
     line = read(tmp_path / "metrics.jsonl")[0]
     assert (line["loss"], line["grad_norm"], line["skipped"]) == ("nan", "inf", True)

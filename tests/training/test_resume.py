@@ -3,29 +3,11 @@
 import resource
 
 import pytest
-import torch
+from helpers.same_run import assert_same_run
 from helpers.tiny_run import learned, records, tiny_config
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from miras_megatron.training.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_index
+from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.main import main
-
-
-def stored_tensors(run):
-    """Every tensor of the latest checkpoint, by name."""
-    folder = latest_checkpoint(run)
-    index = read_index(folder)
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
-    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
-    return tensors
-
-
-def assert_same_run(one, other):
-    assert learned(one) == learned(other)
-    first, second = stored_tensors(one), stored_tensors(other)
-    assert first.keys() == second.keys()
-    assert [name for name, x in first.items() if not torch.equal(x, second[name])] == []
 
 
 @pytest.mark.parametrize(

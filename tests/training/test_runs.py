@@ -82,14 +82,14 @@ def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(tmp_path, monkeypat
 def _die_at_step_4(argv):
     """Run in a child process that kills itself after the tensors of step 4 are written."""
     try:
-        write = checkpoint._write_manifest
+        write = checkpoint.write_manifest
 
-        def die(job, folder, step):
+        def die(folder, step, files):
             if step == 4:
                 os.kill(os.getpid(), 9)
-            write(job, folder, step)
+            write(folder, step, files)
 
-        checkpoint._write_manifest = die
+        checkpoint.write_manifest = die
         main(argv)
     finally:
         os._exit(1)

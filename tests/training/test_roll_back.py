@@ -1,0 +1,106 @@
+"""A run that goes back to its last checkpoint is the run from that checkpoint, over the rows that come next."""
+
+import pytest
+from helpers.same_run import assert_same_run
+from helpers.tiny_run import learned, records, tiny_config, train_here
+from helpers.worlds import run_world
+
+from miras_megatron.training.checkpoint_folder import complete_checkpoints
+from miras_megatron.training.feed import Feed
+from miras_megatron.training.main import main
+from miras_megatron.training.trouble import Judge, Trouble
+
+BASE = {"checkpoint__every": 5, "training__steps": 10, "evaluate__every": 0, "data__split": "100,0,0"}
+
+
+def complain_once(at, kind="spike"):
+    """A `Judge.judge` that finds step number `at`, counted in calls, bad."""
+    judge, calls = Judge.judge, []
+
+    def judged(self, loss, norm, memory):
+        calls.append(loss)
+        if len(calls) == at:
+            self.bad += 1
+            return Trouble(kind, "made up", "roll_back")
+        return judge(self, loss, norm, memory)
+
+    return judged
+
+
+def seek_past(steps):
+    """A `Feed.seek` that leaves out the rows of `steps` more steps."""
+    seek = Feed.seek
+
+    def further(self, position):
+        seek(self, position)
+        for step in range(steps):
+            self.step(step)
+
+    return further
+
+
+@pytest.mark.parametrize("changes", [{}, {"training__precision": "bf16", "checkpoint__background": "true"}])
+def test_it_is_the_run_that_left_those_rows_out(tmp_path, monkeypatch, changes):
+    """Weights, moments, random states and the schedule are the checkpoint's; rows are read once."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "judge", complain_once(7))
+        assert main(tiny_config(tmp_path, "back", **BASE, **changes)) == 0
+    plain = {**BASE, **changes, "run__dir": tmp_path / "plain", "optimizer__decay_steps": 10}
+    assert main(tiny_config(tmp_path, "back", **(plain | {"training__steps": 5}))) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Feed, "seek", seek_past(2))
+        assert main(tiny_config(tmp_path, "back", **plain)) == 0
+    assert [step for step, _, _ in learned(tmp_path / "back")] == list(range(1, 11))
+    assert_same_run(tmp_path / "back", tmp_path / "plain")
+    (event,) = records(tmp_path / "back", "events.jsonl")
+    assert (event["step"], event["back_to"], event["action"], event["reason"]) == (7, 5, "roll_back", "made up")
+    assert not (tmp_path / "plain" / "events.jsonl").exists()
+
+
+def roll_back_here(argv):
+    judge = Judge.judge
+    Judge.judge = complain_once(7)
+    try:
+        return train_here(argv)
+    finally:
+        Judge.judge = judge
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel__pipeline": 2}])
+def test_all_ranks_go_back_together(tmp_path, monkeypatch, layout):
+    """One that stayed would wait for the others in another step."""
+    assert run_world(2, roll_back_here, tiny_config(tmp_path, "two", **BASE, **layout)) == [0, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "judge", complain_once(7))
+        assert main(tiny_config(tmp_path, "one", **BASE)) == 0
+    for (step, loss, norm), (_, one_loss, one_norm) in zip(
+        learned(tmp_path / "two"), learned(tmp_path / "one"), strict=True
+    ):
+        assert loss == pytest.approx(one_loss, rel=1e-5), step
+        assert norm == pytest.approx(one_norm, rel=1e-4), step
+
+
+def test_states_that_lanes_carry_start_afresh(tmp_path, monkeypatch, caplog):
+    """The checkpoint's belong to rows that aren't the next ones."""
+    monkeypatch.setattr(Judge, "judge", complain_once(7))
+    assert main(tiny_config(tmp_path, **BASE, data__packing="ordered")) == 0
+    assert len(learned(tmp_path / "run")) == 10
+    assert "go on inside a document without their state" in caplog.text
+
+
+def test_where_there_is_no_checkpoint_it_stops(tmp_path, monkeypatch, capsys):
+    """Going back to random weights is no policy anybody chose."""
+    monkeypatch.setattr(Judge, "judge", complain_once(2))
+    assert main(tiny_config(tmp_path, **BASE)) == 3
+    error = capsys.readouterr().err
+    assert "holds no checkpoint yet (checkpoint.every = 5)" in error and "Traceback" not in error
+
+
+def test_a_run_that_comes_to_the_same_end_again_and_again_stops(tmp_path, capsys):
+    """A learning rate that kills every time isn't mended by other rows."""
+    changes = {"optimizer__lr": "1e30", "optimizer__warmup_steps": 0, "checkpoint__every": 1}
+    policy = {"training__on_nan": "roll_back", "training__patience": 2}
+    assert main(tiny_config(tmp_path, **(BASE | changes), **policy)) == 3
+    assert "training.patience" in capsys.readouterr().err
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000001"]
+    assert [event["action"] for event in records(tmp_path / "run", "events.jsonl")] == ["roll_back"] * 2

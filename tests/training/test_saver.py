@@ -1,0 +1,92 @@
+"""Checkpoints that are written behind the run: the same as those it waits for, and never half of one."""
+
+import json
+import resource
+import time
+
+import pytest
+from helpers.same_run import assert_same_run
+from helpers.tiny_run import tiny_config, train_here
+from helpers.worlds import run_world
+
+from miras_megatron.training.checkpoint import Saving
+from miras_megatron.training.checkpoint_folder import complete_checkpoints
+from miras_megatron.training.main import main
+
+BEHIND = {"checkpoint__every": 2, "training__steps": 6, "evaluate__every": 0, "data__split": "100,0,0"}
+
+
+def write_late(steps):
+    """A `Saving.write` that begins when the run has recorded `steps` more steps than its own, or after 20 s."""
+    write = Saving.write
+
+    def late(self):
+        metrics, patience = self._run_dir / "metrics.jsonl", time.monotonic() + 20
+        while time.monotonic() < patience:
+            lines = metrics.read_text().splitlines()
+            if lines and json.loads(lines[-1])["step"] >= min(self.step + steps, 6):
+                break
+            time.sleep(0.01)
+        write(self)
+
+    return late
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_written_late_is_what_was_there_at_the_step(tmp_path, monkeypatch, capsys, precision):
+    """Weights that change while they are written would make a checkpoint of no step at all."""
+    changes = BEHIND | {"training__precision": precision}
+    assert main(tiny_config(tmp_path, "waits", **changes)) == 0
+    monkeypatch.setattr(Saving, "write", write_late(1))
+    capsys.readouterr()
+    assert main(tiny_config(tmp_path, "goes_on", **changes, checkpoint__background="true")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (saved,) = [i for i, line in enumerate(lines) if line.startswith("saved") and "step_00000002" in line]
+    assert any(line.startswith("step 3/6") for line in lines[:saved])
+    assert_same_run(tmp_path / "waits", tmp_path / "goes_on")
+
+
+def late_on_one(argv):
+    """A rank whose disk is slower than the other's."""
+    import torch.distributed as dist
+
+    write = Saving.write
+    if dist.get_rank() == 1:
+        Saving.write = write_late(1)
+    try:
+        return train_here(argv)
+    finally:
+        Saving.write = write
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel__tensor": 2}, {"optimizer__distributed": "true"}])
+def test_a_checkpoint_is_named_when_every_rank_has_written(tmp_path, layout):
+    """One rank's part missing, and a job of a thousand ranks has no checkpoint."""
+    assert run_world(2, train_here, tiny_config(tmp_path, "waits", **BEHIND, **layout)) == [0, 0]
+    behind = tiny_config(tmp_path, "goes_on", **BEHIND, **layout, checkpoint__background="true")
+    assert run_world(2, late_on_one, behind) == [0, 0]
+    assert_same_run(tmp_path / "waits", tmp_path / "goes_on")
+
+
+def test_a_disk_that_fills_behind_the_run_is_told_as_in_front_of_it(tmp_path, capsys):
+    """The thread's error must reach the user, and the checkpoint before must stay."""
+    argv = tiny_config(tmp_path, **BEHIND, checkpoint__background="true")
+    assert main([*argv, "--training.steps=2", "--optimizer.decay_steps=6"]) == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert main([*argv, "--optimizer.decay_steps=6"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 4 can't be written (File too large)" in error and "Traceback" not in error
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
+    assert main([*argv, "--optimizer.decay_steps=6"]) == 0
+
+
+def test_a_run_that_the_guard_stops_completes_what_it_has_begun(tmp_path, monkeypatch):
+    """The last good weights are what the user needs then."""
+    monkeypatch.setattr(Saving, "write", write_late(0))
+    changes = {"optimizer__lr": "1e30", "optimizer__warmup_steps": 0, "checkpoint__background": "true"}
+    assert main(tiny_config(tmp_path, **(BEHIND | {"checkpoint__every": 1}), **changes)) == 3
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000001"]
