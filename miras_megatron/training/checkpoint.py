@@ -19,7 +19,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..config.describe import dump_run
@@ -42,8 +41,8 @@ from .checkpoint_folder import (
     write_manifest,
     write_plain,
 )
+from .engine_core import put_weights
 from .job import Job
-from .optimizer import make_moments, moment_tensors, put_moments, updates_done
 from .run_folder import stored_form
 from .tensor_files import PlannedSave
 
@@ -70,13 +69,14 @@ class Saving:
         copies  of all tensors are taken, so that training may go on before `write` has ended
         Raises ValueError where the disk doesn't take it; the checkpoints before stay.
         """
+        assert job.engine is not None
         self._job, self.step = job, progress.step
         self._failure: BaseException | None = None
         self._described: dict[str, dict[str, Any]] = {}
         with self._told():
             self._folder = begin_checkpoint(self._run_dir, self.step, job.mesh.rank, _barrier(job))
             planned = PlannedSave(copies=copies)
-            parts = _sharded_parts(job) | _random_tensors(job) | _lane_tensors(job)
+            parts = job.engine.state() | _random_tensors(job) | _lane_tensors(job)
             dist_checkpointing.save(parts, str(self._folder), sharded_strategy=planned)
             self._common = _common_state(job, progress)
         assert planned.files is not None, "dist_checkpointing.save calls the strategy"
@@ -128,15 +128,14 @@ def load_checkpoint(job: Job, folder: Path) -> Progress:
 
     Raises ValueError naming file or field: a damaged file, another configuration, other shapes.
     """
+    assert job.engine is not None
     index = _verified_index(job, folder)
     refuse_other_run(folder, job.run)
-    make_moments(job.optimizer)
-    wanted = _sharded_parts(job)
+    wanted = job.engine.room_for_state()
     refuse_other_tensors(folder, index, wanted)
     stored = _load(folder, wanted | _random_templates(job, index) | _lane_templates(job, index))
     refuse_other_tokenizer(folder, stored["tokenizer"], job)
-    put_weights(job.model, stored["weights"])
-    put_moments(job.optimizer, job.model.sharded_state_dict(), stored["moments"], stored["updates"])
+    job.engine.put_state(stored, stored["updates"])
     _restore_random(job, stored)
     _restore_lanes(job, stored)
     job.judge.remember(stored.get("recent", {}))
@@ -155,9 +154,10 @@ def load_weights(job: Job, folder: Path) -> Progress:
     refuse_other_tensors(folder, index, wanted)
     stored = _load(folder, wanted)
     refuse_other_tokenizer(folder, stored["tokenizer"], job)
-    put_weights(job.model, stored["weights"])
-    if job.optimizer is not None:
-        job.optimizer.reload_model_params()
+    if job.engine is None:
+        put_weights(job.model, stored["weights"])
+    else:
+        job.engine.put_weights(stored["weights"])
     return Progress(stored["step"], stored["tokens"])
 
 
@@ -210,13 +210,8 @@ def refuse_other_tensors(folder: Path, index: Index, wanted: dict[str, Any]) -> 
 # -- parts -------------------------------------------------------------------------------------------
 
 
-def _sharded_parts(job: Job) -> dict[str, Any]:
-    assert job.optimizer is not None
-    weights = job.model.sharded_state_dict()
-    return {"weights": weights, "moments": moment_tensors(job.optimizer, weights)}
-
-
 def _common_state(job: Job, progress: Progress) -> dict[str, Any]:
+    assert job.engine is not None
     layouts = {_shard(job): pack_states(state)[0] for state in list(job.carried.lanes.values())[:1]}
     gathered: dict[str, str] = {}
     for part in gather_objects(job.mesh, layouts):
@@ -225,20 +220,13 @@ def _common_state(job: Job, progress: Progress) -> dict[str, Any]:
     return {
         "step": progress.step,
         "tokens": progress.tokens,
-        "updates": updates_done(job.optimizer),
+        "updates": job.engine.updates(),
         "tokenizer": job.tokenizer.digest,
         "data": job.feed.position() if job.feed is not None else {},
         "lanes": lanes,
         "lane_layouts": gathered,
         "recent": job.judge.recent(),
     }
-
-
-@torch.no_grad()
-def put_weights(model: nn.Module, stored: dict[str, torch.Tensor]) -> None:
-    """Copy what was read into the parameters; megatron's empty extra states have no tensor and are not among it."""
-    unexpected = model.load_state_dict(stored, strict=False).unexpected_keys
-    assert not unexpected, f"the model has no {unexpected[0]}"
 
 
 def _random_tensors(job: Job) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def evaluate(job: Job, batches: Batches) -> dict[str, Any]:
     """
     buckets = job.run.evaluate.position_buckets
     count = job.run.evaluate.batches * job.run.micro_batches(job.mesh.world_size)
-    model = job.trained if job.trained is not None else job.model
+    model = job.called
     model.eval()
     totals = torch.zeros(3 + 2 * buckets, dtype=torch.float64, device=job.mesh.device)
     for number in range(count):

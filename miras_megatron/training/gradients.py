@@ -13,7 +13,6 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ..parallel.together import gather_objects
 from .job import Job
-from .moments import find_places
 
 
 def gradient_norms(job: Job) -> dict[str, float]:
@@ -33,18 +32,13 @@ def _own_squares(job: Job) -> dict[str, float]:
     """Name -> sum of squares of what this rank adds to each gradient.
 
     As in core's gradient norm, a weight that several ranks hold alike counts on the first tensor-parallel rank, and
-    one that two stages share on the first of them. Data- and context-parallel ranks all hold the same sums, or with
-    optimizer.distributed each those of its part.
+    one that two stages share on the first of them.
     """
-    assert job.optimizer is not None, "gradients are looked at in a training step"
-    weights, first = job.model.sharded_state_dict().values(), job.mesh.groups.dp_cp.rank() == 0
-    places = find_places(job.optimizer, [sharded.data for sharded in weights])
+    assert job.engine is not None, "gradients are looked at in a training step"
     norms = {}
-    for sharded in weights:
-        place = places.get(id(sharded.data))
+    for sharded, gradient in job.engine.own_gradients():
         alone = param_is_not_tensor_parallel_duplicate(sharded.data, job.mesh.groups.tp)
-        if place is not None and (first or place.spans is not None) and alone and param_is_not_shared(sharded.data):
-            gradient = place.own_gradient(sharded.data.main_grad)
+        if alone and param_is_not_shared(sharded.data):
             norms[sharded.key] = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     squares = torch.stack(list(norms.values())).square().tolist() if norms else []
     return dict(zip(norms, squares, strict=True))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from torch import nn
 
 from ..config.schema import Run
 from ..model.language_model import MemoryLanguageModel
@@ -15,6 +14,7 @@ from ..parallel.layout import ContextLayout, decide_layout
 from ..parallel.mesh import ParallelMesh
 from .carried import CarriedStates
 from .data import Batches
+from .engine import Engine
 from .feed import Feed
 from .tokenizer import Tokenizer
 from .trouble import Judge
@@ -25,8 +25,7 @@ class Job:
     """One rank's part of a run.
 
     model      the bare MemoryLanguageModel (this stage's layers); `weights` and checkpoints speak of it
-    trained    the same under bf16 conversion and megatron-core's DDP; the schedule calls it. None: only evaluated
-    optimizer  None: only evaluated
+    engine     what trains it. None: only evaluated
     config     the model's TransformerConfig, in which the schedule finds its hooks
     feed       step -> microbatches of this rank. None: the job has no data
     validation this rank's validation rows. None: there are none
@@ -39,8 +38,7 @@ class Job:
     tokenizer: Tokenizer
     model: MemoryLanguageModel
     config: Any
-    trained: DistributedDataParallel | None = None
-    optimizer: MegatronOptimizer | None = None
+    engine: Engine | None = None
     feed: Feed | None = None
     validation: Batches | None = None
     carried: CarriedStates = field(default_factory=CarriedStates)
@@ -49,6 +47,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.run.training)
+
+    @property
+    def called(self) -> nn.Module:
+        """What microbatches are given to: the model as the engine wraps it."""
+        return self.model if self.engine is None else self.engine.model
 
     @property
     def layout(self) -> ContextLayout:

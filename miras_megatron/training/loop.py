@@ -21,12 +21,12 @@ from ..parallel.together import any_rank, gather_objects
 from ..parallel.trace import chrome_trace
 from .checkpoint import Progress, load_checkpoint, load_weights
 from .checkpoint_folder import find_checkpoint, write_atomically
+from .engine import make_engine
 from .evaluate import evaluate, validation_batches
 from .feed import make_feed
 from .job import Job
 from .metrics import RunLog, StepReport, board_class, device_peak_tflops
 from .needles import plant_needles
-from .optimizer import make_optimizer, wrap_model
 from .process import settle_process, told_where_memory_is_short
 from .profile import profile_window
 from .roll_back import roll_back
@@ -154,9 +154,8 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     settle_process(run, mesh)
     with told_where_memory_is_short():
         model = build_model(run, mesh)
-        trained = wrap_model(model, model.config, distributed=run.optimizer.distributed)
-        optimizer = make_optimizer(run, trained, model.config)
-    return Job(run, mesh, tokenizer, model, model.config, trained, optimizer, feed, validation)
+        engine = make_engine(run, model, mesh)
+    return Job(run, mesh, tokenizer, model, model.config, engine, feed, validation)
 
 
 def refuse_ordered_where_states_cannot_be_carried(run: Run) -> None:

@@ -24,7 +24,6 @@ from .guard import BadStep, Finding, NotANumber, find_first, probed
 from .job import Job
 from .loss import summed_loss
 from .metrics import StepReport, peak_gib
-from .optimizer import clip_and_update, gradient_norm, set_rates
 from .schedule import learning_rate
 from .trouble import Trouble
 
@@ -36,22 +35,21 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
     look_at_gradients  also record the norm of every parameter's gradient
     A bad step (`Judge`) leaves weights, moments and carried states as they were. Raises BadStep where it is to stop.
     """
-    assert job.trained is not None and job.optimizer is not None and job.feed is not None
+    engine = job.engine
+    assert engine is not None and job.feed is not None
     began = time.perf_counter()
     job.mesh.ring.drain_waits()
     batches = job.feed.step(step)
     lr = learning_rate(step, job.run.optimizer, job.run.training.steps)
-    set_rates(job.optimizer, lr, job.run.optimizer)
-    job.trained.zero_grad_buffer()
-    job.optimizer.zero_grad()
+    engine.begin_step(lr)
     passed = run_microbatches(job, batches, look_inside=look_inside)
     loss = mean_loss(job, passed)
-    norm = gradient_norm(job.optimizer)
+    norm = engine.gradient_norm()
     gradients = gradient_norms(job) if look_at_gradients else {}
     memory = _gather_probes(job, passed.probes) if look_inside else {}
     trouble = job.judge.judge(loss, norm, memory)
     if trouble is None:
-        clip_and_update(job.optimizer, norm, job.run.optimizer.clip)
+        engine.update(norm)
         for lanes, states in passed.states:
             job.carried.keep(lanes, states)
     elif trouble.action == "stop":
@@ -115,8 +113,7 @@ def run_microbatches(
     measure: Measure = loss_and_count,
 ) -> Passed:
     """Run the microbatches through megatron-core's schedule, forward and, where training, backward."""
-    passed = Passed()
-    model = job.trained if job.trained is not None else job.model
+    passed, model = Passed(), job.called
     rows, length = batches[0].tokens.shape[0], batches[0].row_tokens
 
     def forward(numbered: Iterator[tuple[int, Batch]], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:

@@ -28,15 +28,15 @@ GIVEN = [pytest.param(name, marks=[pytest.mark.full] * (ranks > 2)) for name, (r
 def train_and_count(argv: list[str]) -> int:
     """One rank's part of a run, as torchrun would start it; the numbers its AdamW keeps."""
     made: list[Any] = []
-    make = loop.make_optimizer
+    make = loop.make_engine
 
     def keep(*args: Any) -> Any:
         made.append(make(*args))
         return made[-1]
 
-    with mock.patch.object(loop, "make_optimizer", keep):
+    with mock.patch.object(loop, "make_engine", keep):
         assert train_here(argv) == 0
-    return sum(state["exp_avg"].numel() for state in made[0].optimizer.state.values())
+    return sum(state["exp_avg"].numel() for state in made[0].optimizer.optimizer.state.values())
 
 
 def train_on(ranks: int, folder: Path, name: str, **changes: Any) -> list[int]:

@@ -11,7 +11,7 @@ from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
 from miras_megatron.parallel.mesh import ParallelMesh
 from miras_megatron.training.loop import build_job, with_vocabulary
-from miras_megatron.training.optimizer import optimizer_parameters, set_rates, updates_done
+from miras_megatron.training.optimizer import optimizer_parameters, set_rates
 from miras_megatron.training.step import train_step
 
 
@@ -43,7 +43,7 @@ def test_gradients_are_clipped_to_the_global_norm(tmp_path):
     """The reported norm is that before clipping; with Adam alone one would not notice a missing clip."""
     with job_of(tmp_path, optimizer__clip=0.01) as job:
         report = train_step(job, 1)
-        squares = sum(float(p.grad.double().square().sum()) for p in optimizer_parameters(job.optimizer))
+        squares = sum(float(p.grad.double().square().sum()) for p in optimizer_parameters(job.engine.optimizer))
         assert report.grad_norm > 0.1
         assert squares**0.5 == pytest.approx(0.01, rel=1e-3)
 
@@ -51,9 +51,9 @@ def test_gradients_are_clipped_to_the_global_norm(tmp_path):
 def test_only_projections_decay(tmp_path):
     """Decay would make a memory's learned start, its gates and norms forget; embeddings are spared too."""
     with job_of(tmp_path, model__block="mac", optimizer__weight_decay=0.5) as job:
-        set_rates(job.optimizer, 0.25, job.run.optimizer)
-        decays = {id(p): g["weight_decay"] for g in job.optimizer.param_groups for p in g["params"]}
-        assert {g["lr"] for g in job.optimizer.param_groups} == {0.25}
+        set_rates(job.engine.optimizer, 0.25, job.run.optimizer)
+        decays = {id(p): g["weight_decay"] for g in job.engine.optimizer.param_groups for p in g["params"]}
+        assert {g["lr"] for g in job.engine.optimizer.param_groups} == {0.25}
         pulled = {name for name, p in job.model.named_parameters() if decays[id(p)] > 0}
         spared = {name for name, p in job.model.named_parameters() if decays[id(p)] == 0}
     assert len(pulled) >= 10
@@ -68,7 +68,7 @@ def test_bf16_keeps_memory_gates_and_norms_in_float32_and_masters_of_the_rest(tm
     with job_of(tmp_path, training__precision="bf16") as job:
         kinds = {name: p.dtype for name, p in job.model.named_parameters()}
         train_step(job, 1)
-        assert {p.dtype for p in optimizer_parameters(job.optimizer)} == {torch.float32}
+        assert {p.dtype for p in optimizer_parameters(job.engine.optimizer)} == {torch.float32}
         for name, p in job.model.named_parameters():
             if p.dtype == torch.bfloat16:
                 assert torch.equal(p, p.main_param.bfloat16()), name
@@ -83,7 +83,7 @@ def test_a_step_counts_what_it_read(tmp_path):
         assert (report.tokens, report.step, report.lr) == (96, 1, 0.005)
         assert report.tokens_per_s == pytest.approx(96 / report.seconds)
         assert set(report.memory) == {"layer_1", "layer_2"}
-        assert updates_done(job.optimizer) == 1
+        assert job.engine.updates() == 1
 
 
 def test_looking_inside_changes_nothing(tmp_path):
