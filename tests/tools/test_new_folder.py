@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def test_a_good_end_gives_the_folder_its_name(tmp_path):
     """Also where an empty folder of that name waits already, and where folders above it are missing."""
     (tmp_path / "empty").mkdir()
     for target in (tmp_path / "empty", tmp_path / "deep" / "new"):
-        with new_folder(target, "FOLDER") as folder:
+        with new_folder(target, "FOLDER", "file") as folder:
             (folder / "file").write_text("x")
             assert not (target / "file").exists()
         assert [path.name for path in target.iterdir()] == ["file"]
@@ -30,7 +31,7 @@ def test_an_empty_folder_that_cannot_be_replaced_is_filled(tmp_path, monkeypatch
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for target in (tmp_path / "link", Path(".")):
-        with new_folder(target, "FOLDER") as folder:
+        with new_folder(target, "FOLDER", "file") as folder:
             (folder / "file").write_text("x")
             (folder / "deep").mkdir()
         assert sorted(path.name for path in target.iterdir()) == ["deep", "file"]
@@ -50,10 +51,45 @@ def test_an_empty_folder_stays_empty_after_a_bad_end(tmp_path, monkeypatch):
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", fails_at_the_second)
-    with pytest.raises(ValueError, match="Input/output error"), new_folder(tmp_path, "FOLDER") as folder:
+    with pytest.raises(ValueError, match="Input/output error"), new_folder(tmp_path, "FOLDER", "file") as folder:
         for name in "abc":
             (folder / name).write_text("x")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("move", [1, 2, 3, 4])
+def test_what_a_kill_leaves_in_an_empty_folder_is_not_taken_for_a_whole(tmp_path, monkeypatch, move):
+    """No cleaning up follows a kill between two of the files that are moved to their places: the file that says what
+    they are isn't among them, or a model without its tokenizer is used as if it were whole."""
+    rename, count = os.rename, iter(range(1, 9))
+
+    def killed(old, new):
+        if next(count) == move:
+            os._exit(9)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", killed)
+    if not (child := os.fork()):
+        with new_folder(tmp_path, "FOLDER", last="config") as folder:
+            for name in ("a", "config", "model", "tokenizer"):
+                (folder / name).write_text("x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not (tmp_path / "config").exists()
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == move - 1
+
+
+def test_two_that_find_one_folder_empty_do_not_mix_their_files(tmp_path, monkeypatch):
+    """Shards of one checkpoint beside the index of another are a model that nobody trained."""
+    make = tempfile.mkdtemp
+
+    def beside_another(**options):
+        (tmp_path / ".other.part").mkdir()
+        return make(**options)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", beside_another)
+    with pytest.raises(ValueError, match=r"holds '\.other\.part'"), new_folder(tmp_path, "FOLDER", "file"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [".other.part"]
 
 
 def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path):
@@ -61,7 +97,7 @@ def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "link").symlink_to("gone")
     with (
         pytest.raises(ValueError, match="a link to a folder that isn't there"),
-        new_folder(tmp_path / "link", "FOLDER"),
+        new_folder(tmp_path / "link", "FOLDER", "file"),
     ):
         pass
 
@@ -70,7 +106,7 @@ def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path):
 def test_a_bad_end_leaves_nothing(tmp_path, error):
     """Half an export looks like a whole one to whoever loads it next week."""
     with pytest.raises(ValueError if isinstance(error, OSError) else type(error)) as told:
-        with new_folder(tmp_path / "target", "FOLDER") as folder:
+        with new_folder(tmp_path / "target", "FOLDER", "file") as folder:
             (folder / "file").write_text("x")
             raise error
     assert not list(tmp_path.iterdir())
@@ -81,10 +117,10 @@ def test_a_bad_end_leaves_nothing(tmp_path, error):
 def test_a_folder_with_something_in_it_is_refused(tmp_path):
     """Another model's files would mix with these."""
     (tmp_path / "kept").write_text("x")
-    with pytest.raises(ValueError, match="FOLDER = .* is not empty"), new_folder(tmp_path, "FOLDER"):
+    with pytest.raises(ValueError, match="FOLDER = .* is not empty"), new_folder(tmp_path, "FOLDER", "file"):
         pass
     assert (tmp_path / "kept").read_text() == "x"
-    with pytest.raises(ValueError, match="is a file"), new_folder(tmp_path / "kept", "FOLDER"):
+    with pytest.raises(ValueError, match="is a file"), new_folder(tmp_path / "kept", "FOLDER", "file"):
         pass
 
 
@@ -107,7 +143,7 @@ from miras_megatron.training.main import one_message
 from miras_tools.new_folder import new_folder
 
 def work():
-    with new_folder(Path(sys.argv[1]), "FOLDER") as part:
+    with new_folder(Path(sys.argv[1]), "FOLDER", "file") as part:
         (part / "half").write_text("half a model")
         print("writing", flush=True)
         time.sleep(60)
@@ -131,7 +167,7 @@ def test_a_scheduler_that_ends_the_job_leaves_nothing_half_written(tmp_path):
 @pytest.mark.parametrize("name", ["n" * 255, "é" * 127, "名" * 85])
 def test_names_as_long_as_a_disk_takes_are_taken(tmp_path, name):
     """Names that list every setting of an experiment come near to it; the hidden folder's is longer."""
-    with new_folder(tmp_path / name, "FOLDER") as folder:
+    with new_folder(tmp_path / name, "FOLDER", "file") as folder:
         (folder / "file").write_text("x")
     assert os.listdir(tmp_path) == [name]
 

@@ -63,7 +63,7 @@ def import_folder(options: argparse.Namespace) -> int:
     weights = ImportedWeights(folder, run)
     run = _placed(run, target, tokenizer)
     refuse_small_disk(target, "RUN_DIR", sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-    with new_folder(target, "RUN_DIR") as made:
+    with new_folder(target, "RUN_DIR", last=folder_of("").name) as made:
         _write(made, run, tokenizer, weights)
     _tell(target, whole, weights)
     return 0

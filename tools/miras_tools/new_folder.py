@@ -1,7 +1,7 @@
 """A folder that is there whole or not at all: written beside its place, and renamed when complete.
 
 An empty folder that is there already may be one that can't be replaced (a mount point, a link, where a shell stands):
-it is written in a hidden folder inside, and its files are moved up when complete.
+it is written in a hidden folder inside, and its files are moved up when complete, what tells what they are at the end.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def refuse_occupied(target: Path, field: str) -> None:
-    """Raise ValueError where `target`, which the user named as `field`, holds something already."""
-    held = min((path.name for path in target.iterdir()), default=None) if target.is_dir() else None
+def refuse_occupied(target: Path, field: str, own: Path | None = None) -> None:
+    """Raise ValueError where `target`, which the user named as `field`, holds something already, `own` aside."""
+    held = min((path.name for path in target.iterdir() if path != own), default=None) if target.is_dir() else None
     if held is not None:
         raise ValueError(
             f"{field} = {target}: is not empty (it holds {held!r}); name a new folder, or remove that one yourself"
@@ -36,9 +36,10 @@ def refuse_small_disk(target: Path, field: str, needed: int) -> None:
 
 
 @contextmanager
-def new_folder(target: Path, field: str) -> Iterator[Path]:
+def new_folder(target: Path, field: str, last: str) -> Iterator[Path]:
     """A folder to fill, called `target` when the block ends well and gone when it doesn't, whatever ended it.
 
+    last   the name in it without which nothing there is read as one: what is killed while files are moved up lacks it
     Raises ValueError where `target` holds something, or the disk doesn't take what is written.
     """
     refuse_occupied(target, field)
@@ -50,9 +51,11 @@ def new_folder(target: Path, field: str) -> Iterator[Path]:
     except OSError as error:
         raise _refused(target, field, error) from None
     try:
+        if waits:
+            refuse_occupied(target, field, own=part)  # two that found it empty at once would mix their files
         yield part
         if waits:
-            _move_up(part)
+            _move_up(part, last)
         else:
             part.chmod(0o777 & ~_umask())
             os.rename(part, target)
@@ -62,9 +65,9 @@ def new_folder(target: Path, field: str) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _move_up(part: Path) -> None:
-    """Move what is in `part` into the folder around it; all back where one doesn't go."""
-    paths = sorted(part.iterdir())
+def _move_up(part: Path, last: str) -> None:
+    """Move what is in `part` into the folder around it, `last` at the end; all back where one doesn't go."""
+    paths = sorted(part.iterdir(), key=lambda path: (path.name == last, path.name))
     try:
         for path in paths:
             os.rename(path, part.parent / path.name)

@@ -31,7 +31,7 @@ from miras_megatron.training.tokenizer import Tokenizer, load_tokenizer
 from .hf_card import write_card
 from .hf_check import compare, refuse_no_transformers
 from .hf_code import write_code
-from .hf_config import TRAINING, write_config
+from .hf_config import CONFIG, TRAINING, write_config
 from .hf_hub import push, refuse_no_client
 from .hf_tokenizer import adds_tokens, write_tokenizer
 from .hf_weights import ExportedWeights
@@ -108,7 +108,7 @@ def _write(target: Path, checkpoint: Path, run: Run, tokenizer: Tokenizer, step:
     weights = ExportedWeights(StoredTensors(checkpoint), run)
     refuse_small_disk(target, "FOLDER", weights.nbytes)
     public = public_form(run)
-    with new_folder(target, "FOLDER") as folder:
+    with new_folder(target, "FOLDER", last=CONFIG) as folder:
         weights.write(folder, max_bytes)
         write_config(folder, run, tokenizer)
         write_tokenizer(folder, tokenizer)
