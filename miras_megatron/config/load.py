@@ -68,6 +68,12 @@ def load_run(argv: Sequence[str]) -> Run:
     return parse_command_line(argv, prog="load_run", description="").run
 
 
+def load_file(path: Path) -> Run:
+    """The run of a file alone, whatever its path: one that begins with "-" is no override. Raises ConfigError."""
+    name = os.fspath(path)
+    return load_run([os.path.join(os.curdir, name) if name.startswith("-") else name])
+
+
 @dataclass
 class _Words:
     files: list[str]

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..config.describe import dump_run
-from ..config.load import load_run
+from ..config.load import load_file
 from ..config.schema import Run, refused_on_resume
 from ..parallel.together import gather_objects
 from .carried import pack_states, unpack_states
@@ -165,7 +165,7 @@ def saved_run(folder: Path) -> Run:
     """The configuration a checkpoint was written under. Raises ValueError naming the file."""
     if not (folder / "config.yaml").is_file():
         refuse_damaged(folder, [f"{folder / 'config.yaml'} is missing"])
-    return load_run([str(folder / "config.yaml")])
+    return load_file(folder / "config.yaml")
 
 
 def refuse_other_run(folder: Path, run: Run) -> None:

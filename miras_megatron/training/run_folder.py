@@ -11,7 +11,7 @@ from stat import S_IFDIR, S_ISDIR
 from typing import TextIO
 
 from ..config.describe import dump_run
-from ..config.load import load_run
+from ..config.load import load_file
 from ..config.schema import Run, refused_on_resume
 from .checkpoint_folder import find_checkpoint, folder_of, latest_checkpoint, write_atomically
 from .lock import Held, take_lock
@@ -115,7 +115,7 @@ def _mode(path: Path) -> int:
 
 def _refuse_another(folder: Path, run: Run) -> None:
     """A run that was cut before its first checkpoint may begin again; another one may not take its place."""
-    differing = refused_on_resume(load_run([str(folder / "config.yaml")]), run)
+    differing = refused_on_resume(load_file(folder / "config.yaml"), run)
     if differing:
         name, (was, now) = next(iter(differing.items()))
         raise _occupied(folder, f"holds another run ({name} is {was!r} there, {now!r} here)")

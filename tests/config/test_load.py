@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from miras_megatron.config.errors import ConfigError
-from miras_megatron.config.load import Command, dump_run, load_run, parse_command_line
+from miras_megatron.config.load import Command, dump_run, load_file, load_run, parse_command_line
 from miras_megatron.config.schema import Data, Memory, Model, Needles, Run
 
 
@@ -48,6 +48,14 @@ def test_what_is_not_said_is_the_default(tmp_path: Path) -> None:
     """An empty file is a run, but for the block that nobody can guess."""
     assert load_run([write(tmp_path, "")]) == Run()
     assert load_run([write(tmp_path, "optimizer:\n")]) == Run()
+
+
+def test_a_file_is_read_whatever_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`./-lr3e-4/config.yaml` is `-lr3e-4/config.yaml` to pathlib: as an override, a run of that name can't be read."""
+    monkeypatch.chdir(tmp_path)
+    Path("-a=b").mkdir()
+    Path("-a=b/config.yaml").write_text("optimizer: {lr: 3.0e-4}\n", encoding="utf-8")
+    assert load_file(Path("./-a=b/config.yaml")).optimizer.lr == 3e-4
 
 
 def test_a_dumped_run_reads_back_equal(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miras_megatron.config.errors import ConfigError
-from miras_megatron.config.load import load_run
+from miras_megatron.config.load import load_file
 from miras_megatron.config.schema import Run, flatten
 
 from .compare_verdict import LOSS, NORM, Kind
@@ -128,7 +128,7 @@ def _read_configuration(path: Path) -> Run | None:
     if not path.is_file():
         return None
     try:
-        return load_run([str(path)])
+        return load_file(path)
     except ConfigError as error:
         first = str(error).splitlines()
         raise ValueError(f"{path}: can't be read by this version ({' '.join(x.strip() for x in first[1:2])})") from None

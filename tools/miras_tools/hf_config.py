@@ -12,7 +12,7 @@ import yaml
 
 from miras_megatron.config.check import check_run
 from miras_megatron.config.errors import ConfigError
-from miras_megatron.config.load import load_run
+from miras_megatron.config.load import load_file
 from miras_megatron.config.schema import Data, Memory, Model, Run, Training, flatten
 from miras_megatron.model.build import block_spec
 from miras_megatron.training.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ def run_of_folder(folder: Path, config: dict[str, Any]) -> tuple[Run, bool]:
     told = _run_of_config(folder, config)
     if not path.is_file():
         return told, False
-    run = load_run([str(path)])
+    run = load_file(path)
     _refuse_another_model(path, run, told)
     return replace(run, model=replace(run.model, vocab_size=told.model.vocab_size)), True
 
@@ -140,7 +140,7 @@ def _read_back(run: Run) -> Run:
     with tempfile.TemporaryDirectory(prefix="miras-config-") as place:
         file = Path(place) / "config.yaml"
         file.write_text(yaml.safe_dump(given), encoding="utf-8")
-        again = load_run([str(file)])
+        again = load_file(file)
     was, now = flatten(run), flatten(again)
     bent = [f"{name} = {was[name]!r}: is read as {value!r}" for name, value in now.items() if was[name] != value]
     bent += ["vocab_size = null: must be a whole number"] if again.model.vocab_size is None else []
