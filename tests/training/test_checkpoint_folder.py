@@ -191,6 +191,14 @@ def test_the_index_runs_nobodys_code(tmp_path):
         read_index(tmp_path)
 
 
+def test_a_byte_that_changed_in_the_index_is_damage(tmp_path):
+    """miras-inspect --no-verify reads it without its digest: what pickle makes of it then is nobody's traceback."""
+    for content in (pickle.dumps(torch.strided).replace(b"strided", b"stridee"), b"\x80\x04\x8e" + b"\x7f" * 8):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged checkpoint: .*\.metadata can't be read"):
+            read_index(tmp_path)
+
+
 def test_pickled_objects_among_the_tensors_are_refused(tmp_path):
     """torch loads them with weights_only=False."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"trap": BytesStorageMetadata()})))
