@@ -304,14 +304,28 @@ def read_places(folder: Path) -> tuple[Index, Places]:
         with open(folder / ".metadata", "rb") as file:
             index = _IndexReader(file).load()
     except Exception as e:  # what a changed byte makes of a pickle fails by whatever error comes
-        raise _damaged(folder, ".metadata", f"can't be read: {e or type(e).__name__}") from None
-    if not isinstance(index, Metadata):
+        raise _damaged(folder, ".metadata", f"can't be read: {str(e) or type(e).__name__}") from None
+    held, places = (getattr(index, part, None) for part in ("state_dict_metadata", "storage_data"))
+    if not isinstance(index, Metadata) or not isinstance(held, dict) or not isinstance(places or {}, dict):
         raise _damaged(folder, ".metadata", "is no index of tensors")
-    tensors = {k: v for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
-    pickled = sorted(index.state_dict_metadata.keys() - tensors.keys())
+    tensors = {k: v for k, v in held.items() if isinstance(v, TensorStorageMetadata)}
+    pickled = sorted(map(str, held.keys() - tensors.keys()))
     if pickled:
         raise ValueError(f"{folder}: {pickled[0]} is a pickled object, not a tensor; only tensors are read")
-    return tensors, index.storage_data or {}
+    bent = [str(name) for name, entry in tensors.items() if not _is_described(name, entry)]
+    if bent:
+        raise _damaged(folder, ".metadata", f"doesn't say what {bent[0]} is")
+    return tensors, places or {}
+
+
+def _is_described(name: object, entry: TensorStorageMetadata) -> bool:
+    """Whether an entry of the index has what a reader of the tensor asks for; an unpickled one may lack anything."""
+    try:
+        corners = [corner for part in entry.chunks for corner in (part.offsets, part.sizes)]
+        sized = all(isinstance(corner, tuple) and len(corner) == len(entry.size) for corner in [entry.size, *corners])
+        return isinstance(name, str) and sized and isinstance(entry.properties.dtype, torch.dtype)
+    except (AttributeError, TypeError):
+        return False
 
 
 def write_plain(path: Path, content: dict[str, Any]) -> None:

@@ -193,10 +193,23 @@ def test_the_index_runs_nobodys_code(tmp_path):
 
 def test_a_byte_that_changed_in_the_index_is_damage(tmp_path):
     """miras-inspect --no-verify reads it without its digest: what pickle makes of it then is nobody's traceback."""
-    for content in (pickle.dumps(torch.strided).replace(b"strided", b"stridee"), b"\x80\x04\x8e" + b"\x7f" * 8):
+    field = pickle.dumps(Metadata({})).replace(b"state_dict_metadata", b"state_dict_netadata")
+    layout = pickle.dumps(torch.strided).replace(b"strided", b"stridee")
+    for content in (field, layout, b"\x80\x04\x8e" + b"\x7f" * 8):
         (tmp_path / ".metadata").write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged checkpoint: .*\.metadata can't be read"):
+        with pytest.raises(ValueError, match=r"damaged checkpoint: .*\.metadata (can't be read|is no index)"):
             read_index(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["size", "properties", "chunks"])
+def test_a_tensor_that_the_index_does_not_describe_is_damage(tmp_path, part):
+    """A changed byte in the name of a field leaves an object without that field, and every reader asks for it."""
+    write_tensors(tmp_path, [("weight", torch.zeros(2, 3))])
+    entry = read_index(tmp_path)["weight"]
+    setattr(entry, part, None)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"weight": entry})))
+    with pytest.raises(ValueError, match=r"damaged checkpoint: .*\.metadata doesn't say what weight is"):
+        read_index(tmp_path)
 
 
 def test_pickled_objects_among_the_tensors_are_refused(tmp_path):
