@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 from ..config.check import check_run
 from ..config.errors import ConfigError
@@ -75,8 +76,10 @@ def run_training(run: Run, source: str) -> int:
 def one_message(name: str, work: Callable[[], int]) -> int:
     """What `work` of the command `name` returns; 2 for something to mend, said in one message, and 130 for Ctrl-C.
 
-    SIGTERM ends it as an exception does, with 143.
+    SIGTERM ends it as an exception does, with 143. Characters that the terminal doesn't have are printed as escapes.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # or a folder's name ends what has just written the folder
     try:
         with ended_by_sigterm():
             return work()

@@ -1,5 +1,7 @@
 """miras-to-hf: the folder holds the model that was trained, all of it, or nothing is there."""
 
+import errno
+import io
 import json
 import shutil
 import subprocess
@@ -280,6 +282,18 @@ def test_a_folder_that_cannot_be_loaded_or_pushed_is_said_to_be_there(capsys, tr
     monkeypatch.setattr(hf_hub, "_client", lambda: Hub(RuntimeError("not allowed")))
     assert to_hf.main([str(trained), str(tmp_path / "b"), "--no-check", "--push", "me/model"]) == 1
     assert "not allowed" in capsys.readouterr().err and (tmp_path / "b" / "config.json").is_file()
+
+
+def test_a_folder_that_cannot_be_announced_is_there(capsys, trained, tmp_path, monkeypatch):
+    """Its log on a full disk, or a pager that was left: code 2 would say that nothing was written."""
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert to_hf.main([str(trained), str(tmp_path / "target"), "--no-check"]) == 1
+    assert "is written and stays" in capsys.readouterr().err and (tmp_path / "target" / "config.json").is_file()
 
 
 def test_a_good_check_is_followed_by_the_push(trained, tmp_path, other_process, monkeypatch, capsys):

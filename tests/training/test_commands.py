@@ -1,5 +1,6 @@
 """What users meet: the commands' output, and one clear message with exit code 2 for everything they can get wrong."""
 
+import io
 import json
 import os
 import re
@@ -449,6 +450,14 @@ def test_a_rank_that_never_comes_is_a_lost_rank(tmp_path, monkeypatch, capsys, r
     error = capsys.readouterr().err
     assert error.startswith(f"miras-train: rank {rank} ") and who in error and "Traceback" not in error
     assert not (tmp_path / "run").exists()
+
+
+def test_what_the_terminal_cannot_show_ends_nothing(monkeypatch):
+    """A model's folder of Chinese letters, and a terminal of ASCII: the folder was written, and the command said 2."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert one_message("miras-test", lambda: print("wrote \u6a21 \udcff", flush=True) or 0) == 0
+    assert shown.getvalue() == b"wrote \\u6a21 \\udcff\n"
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def export(options: argparse.Namespace) -> int:
     run, common = saved_run(checkpoint), read_plain(checkpoint / "common.pt", COMMON)
     step, tokenizer = int(common["step"]), _own_tokenizer(checkpoint, run, options.tokenizer, common["tokenizer"])
     _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
-    print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
     try:
+        print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
         if options.check and not _same(checkpoint, target, run, tokenizer, options.python):
             return 1
         if options.push:
