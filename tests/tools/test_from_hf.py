@@ -1,12 +1,13 @@
 """miras-from-hf: what was exported comes back bit for bit, and trains and generates on."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from helpers.tiny_run import records, tiny_config
-from miras_tools import from_hf
+from miras_tools import from_hf, hf_import
 from miras_tools.hf_shapes import weight_dtypes
 from miras_tools.safetensors_stream import INDEX
 from miras_tools.to_hf import main as to_hf
@@ -223,6 +224,23 @@ def test_a_shard_that_was_cut_off(copy, tmp_path, capsys):
     shard.write_bytes(shard.read_bytes()[:-7])
     told = refused(capsys, copy, tmp_path)
     assert shard.name in told and "cut off" in told
+
+
+def test_a_shard_that_may_not_be_read(copy, tmp_path, capsys, monkeypatch):
+    """Another user's file: copied again it is as it was, and safetensors says that there is none."""
+    shard = sorted(copy.glob("model-*.safetensors"))[1]
+    shard.chmod(0)
+    allowed, really = os.access, hf_import.safe_open
+    monkeypatch.setattr(os, "access", lambda path, mode: path != shard and allowed(path, mode))
+
+    def as_another_user(path, **options):
+        if path == shard:
+            raise FileNotFoundError(f"No such file or directory: {path}")
+        return really(path, **options)
+
+    monkeypatch.setattr(hf_import, "safe_open", as_another_user)
+    told = refused(capsys, copy, tmp_path)
+    assert shard.name in told and "Permission denied" in told and "No such file" not in told
 
 
 def test_a_shard_that_is_missing(copy, tmp_path, capsys):

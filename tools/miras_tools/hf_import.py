@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,4 +177,6 @@ def _finite_tensor(path: Path, name: str) -> Tensor:
 
 
 def _torn(path: Path, error: Exception) -> ValueError:
+    if not os.access(path, os.R_OK):  # of which safetensors says that there is no such file
+        return ValueError(f"{path}: can't be read (Permission denied); ask its owner for the right to")
     return ValueError(f"{path}: can't be read ({error}); it was cut off or changed: copy it again")
