@@ -27,7 +27,7 @@ from miras_megatron.config.load import load_run
 from miras_megatron.layers.block_spec import BlockSpec
 from miras_megatron.memory import make_rule
 from miras_megatron.model.build import block_spec
-from miras_megatron.training.checkpoint_folder import find_checkpoint
+from miras_megatron.training.checkpoint_folder import find_checkpoint, retire
 from miras_megatron.training.generate import open_model
 from miras_megatron.training.stored_tensors import StoredTensors
 
@@ -140,6 +140,16 @@ def test_a_damaged_checkpoint(capsys, tmp_path, trained):
     file = find_checkpoint(run, "RUN") / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-100])
     assert "damaged checkpoint" in refused(capsys, tmp_path, run)
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile(capsys, tmp_path, trained, monkeypatch):
+    """checkpoint.keep of a run that trains on: "damaged, take an earlier one" sends its user to what is gone, too."""
+    shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("tb"))
+    monkeypatch.setattr(to_hf, "refuse_small_disk", lambda *args: retire(find_checkpoint(tmp_path / "run", "RUN")))
+    assert to_hf.main([str(tmp_path / "run"), str(tmp_path / "target"), "--no-check"]) == 2
+    told = capsys.readouterr().err
+    assert "was removed while it was read" in told and "export again" in told and "damaged" not in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def test_another_tokenizer(capsys, tmp_path, trained):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,10 +64,11 @@ def export(options: argparse.Namespace) -> int:
     target = Path(options.folder)
     _refuse_early(options, target)
     checkpoint = find_checkpoint(options.run, "RUN")
-    refuse_damaged(checkpoint, damaged_files(checkpoint))
-    run, common = saved_run(checkpoint), read_plain(checkpoint / "common.pt", COMMON)
-    step, tokenizer = int(common["step"]), _own_tokenizer(checkpoint, run, options.tokenizer, common["tokenizer"])
-    _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
+    with _told_when_gone(checkpoint):
+        refuse_damaged(checkpoint, damaged_files(checkpoint))
+        run, common = saved_run(checkpoint), read_plain(checkpoint / "common.pt", COMMON)
+        step, tokenizer = int(common["step"]), _own_tokenizer(checkpoint, run, options.tokenizer, common["tokenizer"])
+        _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
     try:
         print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
         if options.check and not _same(checkpoint, target, run, tokenizer, options.python):
@@ -79,6 +81,20 @@ def export(options: argparse.Namespace) -> int:
         print(f"miras-to-hf: {error}\n  {target} is written and stays", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+@contextmanager
+def _told_when_gone(checkpoint: Path) -> Iterator[None]:
+    """Inside, what fails because the checkpoint went away meanwhile is no damage, and no earlier one is the way out."""
+    try:
+        yield
+    except (ValueError, OSError):
+        if checkpoint.exists():
+            raise
+        raise ValueError(
+            f"RUN: {checkpoint} was removed while it was read, as a run that goes on does with old ones "
+            "(checkpoint.keep); export again: the latest is read, or name one that stays"
+        ) from None
 
 
 def _refuse_early(options: argparse.Namespace, target: Path) -> None:
