@@ -32,6 +32,7 @@ venv: $(READY)
 $(READY): pyproject.toml requirements-cpu.lock
 	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) can't make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 2; }
+	@echo "installing the packages of requirements-cpu.lock into $(VENV): some minutes"
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --requirement requirements-cpu.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .

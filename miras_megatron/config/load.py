@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -49,8 +49,7 @@ def parse_command_line(
     """
     words = _split(sys.argv[1:] if argv is None else argv, [*(switches or {}), "help", "h", "print_config"])
     if words.switches & {"help", "h"}:
-        print(help_text(prog, description, switches or {}))
-        raise SystemExit(0)
+        _print_and_exit(help_text(prog, description, switches or {}))
     source = words.files[0] if words.files else "the command line"
     problems = [f"{extra}: a second configuration; one run is one file" for extra in words.files[1:]]
     if not words.files and "print_config" not in words.switches:
@@ -58,9 +57,17 @@ def parse_command_line(
     values = _read_yaml(words.files[0]) if words.files else {}
     run = _build(source, values, words.overrides, problems + words.problems)
     if "print_config" in words.switches:
-        print(dump_run(run), end="")
-        raise SystemExit(0)
+        _print_and_exit(dump_run(run).rstrip("\n"))
     return Command(run, source, {name: name in words.switches for name in switches or {}})
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    """Print, and end with 0; a reader that left early, such as `head`, has what it wanted."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+    raise SystemExit(0)
 
 
 def load_run(argv: Sequence[str]) -> Run:

@@ -56,7 +56,7 @@ def train(run: Run, source: str) -> int:
             claimed(job, start),
             open_log(job, progress) as log,
             Saver(job) as saver,
-            listen_for_stop() as stop,
+            listen_for_stop(mesh.is_main) as stop,
             profile_window(run, mesh.rank) as profiled,
         ):
             tell_start(log, job, start, progress)
@@ -203,6 +203,13 @@ def claimed(job: Job, start: Path | None) -> Iterator[None]:
         yield
 
 
+def told_data(run: Run) -> str:
+    """What the run reads, in a few words."""
+    names = [f"{prefix} ({weight:.3g})" if weight < 1 else prefix for weight, prefix in run.data.train_blend]
+    shown = ", ".join("the text that ships with the package" if name == "shipped" else name for name in names)
+    return f"{shown}; split {run.data.split}, rows of {run.data.sequence_length} tokens"
+
+
 def with_flops(report: StepReport, job: Job) -> StepReport:
     """The report with the counted operations a second and their share of the device's peak."""
     tflops = train_flops_per_token(job.run) * report.tokens_per_s / job.mesh.world_size / 1e12
@@ -237,6 +244,7 @@ def tell_start(log: RunLog, job: Job, start: Path | None, progress: Progress) ->
         f"{run.run.title}: {own:,} parameters a rank, {run.tokens_per_step:,} tokens a step, {mesh.world_size} rank(s) "
         f"on {mesh.device.type}, {run.training.precision}; records in {run.run.dir}"
     )
+    log.say(f"reads {told_data(run)}")
     if job.layout.shares:
         log.say(job.layout.reason)
     if start is not None:

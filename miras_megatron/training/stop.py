@@ -5,6 +5,7 @@ Commands that have nothing to save end at once, but tidy up.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +37,17 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def listen_for_stop() -> Iterator[StopRequest]:
-    """Catch the signals inside the block; outside, and off the main thread, they do what they did before."""
+def listen_for_stop(speaks: bool = True) -> Iterator[StopRequest]:
+    """Catch the signals inside the block; outside, and off the main thread, they do what they did before.
+
+    speaks  says at once that it was heard: a step may take minutes
+    """
     request = StopRequest()
 
     def remember(number: int, frame: FrameType | None) -> None:
+        if speaks and request.signal_name is None:
+            # not print: the signal may have come in the middle of one
+            os.write(2, f"{signal.Signals(number).name}: saves and stops after this step\n".encode())
         request.signal_name = signal.Signals(number).name
 
     with _handled(SIGNALS, remember):

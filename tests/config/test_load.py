@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -172,3 +173,13 @@ def test_a_wrong_configuration_ends_with_two_and_no_traceback(tmp_path: Path) ->
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "did you mean model.hidden?" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_may_be_read_by_a_program_that_leaves_early():
+    """`miras-train --help | head` must not end in a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-c", "from miras_megatron.config.load import load_run; load_run(['--help'])"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

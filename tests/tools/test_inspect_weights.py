@@ -39,7 +39,13 @@ def test_an_export_is_told_in_words(exported: Path, capsys: pytest.CaptureFixtur
     """What a person wants to know of a folder from a stranger: sizes, layers, state, parts."""
     assert main([str(exported)]) == 0
     said = capsys.readouterr().out
-    for words in ("export of format 1", "layers mcgwa, hidden 16", "rule titans", "257 tokens, 320 rows"):
+    for words in (
+        "export of format 1",
+        "layers mcgwa, hidden 16",
+        "rule titans",
+        "257 tokens, 320 rows",
+        "2,016 of them in rows beyond",
+    ):
         assert words in said
     assert "full attention's cache grows" in said and "layer c" in said and "embedding" in said
 
@@ -69,6 +75,18 @@ def test_a_changed_weight_and_a_changed_field_are_found(
     (row,) = said["tensors"]
     assert row["name"] == "decoder.final_layernorm.weight" and 0.05 < row["difference"] < 0.3
     assert said["fields"]["training.steps"] == ["2", "3"] and said["only"] == {k: [] for k in said["only"]}
+
+
+def test_settings_that_nobody_wrote_down_are_not_compared(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """save_pretrained leaves training_config.yaml out: defaults told as the other's settings would be made up."""
+    other = Path(shutil.copytree(exported, tmp_path / "other"))
+    (other / "training_config.yaml").unlink()
+    assert main(["--diff", str(exported), str(other)]) == 0
+    said = capsys.readouterr().out
+    assert f"{other} has no training_config.yaml: only the model and its weights are compared" in said
+    assert "training.steps" not in said and "data." not in said
 
 
 def test_models_of_other_shapes_differ(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ def test_a_model_that_doesnt_fit_is_told_with_the_way_out(tmp_path, capsys, size
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
+def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch, capfd, number):
     """SLURM's time limit must cost no step: exit code 0, a checkpoint, and the next start continues."""
     step = loop.train_step
 
@@ -142,7 +142,9 @@ def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch,
     monkeypatch.setattr(loop, "train_step", interrupted)
     before = signal.getsignal(number)
     assert main(tiny_config(tmp_path, training__steps=4)) == 0
-    assert f"stopped by {number.name} after step 2" in capsys.readouterr().out
+    told = capfd.readouterr()
+    assert f"stopped by {number.name} after step 2" in told.out
+    assert f"{number.name}: saves and stops after this step" in told.err  # at once: a step may take minutes
     assert signal.getsignal(number) is before
     assert [s for s, _, _ in learned(tmp_path / "run")] == [1, 2]
     monkeypatch.undo()

@@ -108,7 +108,7 @@ def _tell(found: list[StepVerdict], kind: Kind, known: Inference | None) -> Iter
         yield from _explain(failed)
         if kind == "same-layout" and not (known and known.training):
             yield "  the number of data-parallel ranks isn't in a configuration: if it differs, say --kind other-layout"
-    yield f"verdict: {_overall(found)}"
+    yield f"verdict: {_overall(found)}{MEANING[_overall(found)]}"
 
 
 def _explain(step: StepVerdict) -> Iterator[str]:
@@ -129,6 +129,14 @@ def _largest(steps: list[StepVerdict]) -> str:
         if name not in worst or difference.relative > worst[name].relative:
             worst[name] = difference
     return ", ".join(f"{name} up to {d.relative:.1e} (allowed {d.allowed:.1e})" for name, d in worst.items())
+
+
+MEANING = {
+    "equal": ": the same to the last bit",
+    "drift": ": the same but for rounding, within the published bounds",
+    "failure": ": not the same",
+}
+"""What a verdict means, in words."""
 
 
 def _overall(found: list[StepVerdict]) -> str:

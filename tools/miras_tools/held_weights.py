@@ -33,6 +33,7 @@ class HeldWeights:
     names     of the weights, in order
     nbytes    of all of them
     read      name -> the whole tensor, on the CPU; ValueError where it can't be read
+    settings  whether `run` has the training's settings; without training_config.yaml they are defaults
     problems  what is wrong with the files, and with tensors beside the configuration, one line each
     """
 
@@ -44,6 +45,7 @@ class HeldWeights:
     nbytes: int
     read: Callable[[str], Tensor]
     problems: list[str] = field(default_factory=list)
+    settings: bool = True
 
 
 def open_held(path: Path, verify: bool = True) -> HeldWeights:
@@ -105,7 +107,7 @@ def _export(folder: Path) -> HeldWeights:
     ]
     names = [name for name in weight_shapes(run) if to_hf(name) in places]
     read = partial(_read_exported, places, None if problems or not padding else padding[0])
-    return HeldWeights("export", folder, run, facts, names, size, read, problems)
+    return HeldWeights("export", folder, run, facts, names, size, read, problems, told)
 
 
 def _read_exported(places: dict[str, Path], padding: Path | None, name: str) -> Tensor:

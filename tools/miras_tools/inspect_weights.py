@@ -65,10 +65,18 @@ def describe(held: HeldWeights, every: bool, *, as_json: bool = False) -> int:
     print(f"{held.folder}")
     for name, text in [*held.facts, *_model_facts(held.run)]:
         print(f"  {name:<12}{text}")
-    print(f"  {'parameters':<12}{sum(row['numbers'] for row in rows):,}")
+    padding = _padding_numbers(held.run, rows)
+    of_these = f", {padding:,} of them in rows beyond the vocabulary" if padding else ""
+    print(f"  {'parameters':<12}{sum(row['numbers'] for row in rows):,}{of_these}")
     print("\n" + "\n".join(_table(rows if every else parts, "tensor" if every else "part")))
     _complain(problems)
     return int(bool(problems))
+
+
+def _padding_numbers(run: Run, rows: Sequence[dict[str, Any]]) -> int:
+    """How many of the weights belong to no token."""
+    tables = [row["shape"] for row in rows if to_hf(row["name"]) in VOCABULARY]
+    return sum((shape[0] - (run.model.vocab_size or shape[0])) * shape[1] for shape in tables)
 
 
 def _complain(problems: Sequence[str]) -> None:
@@ -154,7 +162,9 @@ def _table(rows: Sequence[dict[str, Any]], first: str) -> Iterator[str]:
 # -- two ---------------------------------------------------------------------------------------------
 def compare(a: HeldWeights, b: HeldWeights, *, as_json: bool = False) -> int:
     """Print where two differ: configuration, tensors that only one has, and how far apart the others are."""
-    fields, function = _differing(flatten(a.run), flatten(b.run)), _differing(_function(a.run), _function(b.run))
+    unset = [held.folder for held in (a, b) if not held.settings]
+    fields = {} if unset else _differing(flatten(a.run), flatten(b.run))
+    function = _differing(_function(a.run), _function(b.run))
     only = {str(x.folder): [n for n in x.names if n not in set(y.names)] for x, y in ((a, b), (b, a))}
     rows = [_compared(name, a, b) for name in a.names if name in set(b.names)]
     differ = [row for row in rows if row["difference"] != 0.0]
@@ -164,6 +174,8 @@ def compare(a: HeldWeights, b: HeldWeights, *, as_json: bool = False) -> int:
         _print_json(said | {"problems": problems})
     else:
         print(f"A {a.folder} ({a.kind})\nB {b.folder} ({b.kind})")
+        for place in unset:
+            print(f"  {place} has no training_config.yaml: only the model and its weights are compared")
         for name, (was, now) in fields.items():
             print(f"  {name}: {was} | {now}")
         for name, (was, now) in function.items():

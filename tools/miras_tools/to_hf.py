@@ -71,6 +71,8 @@ def export(options: argparse.Namespace) -> int:
         _write(target, checkpoint, run, tokenizer, step, options.max_shard_size)
     try:
         print(f"wrote {target}: step {step} of {checkpoint.parent.parent}", flush=True)
+        if options.check:
+            print("compares it with the training model, in a process that has only transformers:", flush=True)
         if options.check and not _same(checkpoint, target, run, tokenizer, options.python):
             return 1
         if options.push:
