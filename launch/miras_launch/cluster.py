@@ -1,0 +1,219 @@
+"""What a cluster is: one YAML file in configs/clusters, read here, with every problem told at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from miras_megatron.config.describe import type_in_words
+from miras_megatron.config.errors import ConfigError
+
+FOLDERS = (Path("configs/clusters"), Path(__file__).resolve().parents[2] / "configs/clusters")
+"""Where `--cluster NAME` looks: here, then beside this program's sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Machines on which ranks are started, and how."""
+
+    launcher: Literal["torchrun", "slurm", "mpi"] = "slurm"
+    """torchrun: this machine, several with --node-rank and --rendezvous on each; slurm: sbatch and srun; mpi: mpirun"""
+    nodes: int = 1
+    """machines"""
+    ranks_per_node: int = 8
+    """processes a machine, one a device"""
+    gpus_per_node: int | None = None
+    """devices asked of Slurm a machine; null = ranks_per_node, 0 = none"""
+    gpu_gib: float | None = None
+    """memory of a device, GiB: a run that needs more is told so; null = not known"""
+    cpus_per_rank: int | None = None
+    """cores a process; null = Slurm's default"""
+    memory_per_node: str | None = None
+    """host memory asked of Slurm, such as 500G; 0 = all of the machine's; null = Slurm's default"""
+    partition: str | None = None
+    """Slurm's partition; null = its default"""
+    account: str | None = None
+    """Slurm's account; null = its default"""
+    options: list[str] = field(default_factory=list)
+    """further options of sbatch, such as --qos=long or --constraint=h100"""
+    srun_options: list[str] = field(default_factory=list)
+    """further options of srun, such as --cpu-bind=none"""
+    container: str | None = None
+    """image that the ranks run in, for Slurm's plugin pyxis; null = none"""
+    container_mounts: list[str] = field(default_factory=list)
+    """FROM:TO folders that the image sees"""
+    wrapper: list[str] = field(default_factory=list)
+    """words before miras-train on every rank, such as apptainer, exec, --nv, image.sif"""
+    programs: str | None = None
+    """folder of miras-train on the machines; null = that of this miras-launch, with a container or a wrapper PATH"""
+    mpirun: list[str] = field(default_factory=lambda: ["mpirun"])
+    """words that start MPI, to which -n and the command are added; where the hosts are named"""
+    setup: list[str] = field(default_factory=list)
+    """lines of shell before anything else of the job, such as module load cuda"""
+    environment: dict[str, str] = field(default_factory=dict)
+    """variables of every rank; $NAME in a value is filled in on the machine"""
+    cache: str | None = None
+    """folder on each machine's own disk for data.cache; $NAME is filled in; null = as the run says"""
+    time_limit: str | None = None
+    """Slurm's, as [days-]hours:minutes:seconds; null = the partition's"""
+    signal_lead: int = 300
+    """seconds before the time limit at which the run is asked to save; a step and a checkpoint must fit in"""
+    max_requeues: int = 20
+    """how often a job is put into the queue again, after its time or a lost rank; 0 = never"""
+    doctor: bool = True
+    """look at every machine with miras-doctor before training"""
+    free_gib: float = 10.0
+    """disk space that miras-doctor wants free for the run's folder and the cache, GiB"""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a job."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def gpus(self) -> int:
+        """Devices asked of Slurm a machine."""
+        return self.ranks_per_node if self.gpus_per_node is None else self.gpus_per_node
+
+
+HINTS: dict[str, Any] = get_type_hints(Cluster)
+
+
+def load_cluster(name: str) -> tuple[Cluster, str]:
+    """The cluster of a name in configs/clusters, or of a path, and the file it came from.
+
+    Raises ConfigError with every problem of the file.
+    """
+    path = _find(name)
+    values = _read(path)
+    problems = list(_wrong_fields(values))
+    cluster = Cluster(**values) if not problems else None
+    problems += list(problems_of(cluster)) if cluster is not None else []
+    if cluster is None or problems:
+        raise ConfigError(str(path), problems)
+    return cluster, str(path)
+
+
+def known_clusters() -> list[str]:
+    """Names that `--cluster` takes here."""
+    return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.yaml")})
+
+
+def problems_of(cluster: Cluster) -> Iterator[str]:
+    """What can't be in a cluster: field, value, rule and way out, one line each."""
+    for name in ("nodes", "ranks_per_node", "gpu_gib", "cpus_per_rank", "signal_lead"):
+        if (value := getattr(cluster, name)) is not None and value <= 0:
+            yield f"{name} = {value}: must be above 0"
+    for name in ("gpus_per_node", "max_requeues", "free_gib"):
+        if (value := getattr(cluster, name)) is not None and value < 0:
+            yield f"{name} = {value}: must be at least 0"
+    yield from _time(cluster)
+    yield from _words(cluster)
+    if cluster.container_mounts and cluster.container is None:
+        yield f"container_mounts = {cluster.container_mounts}: there is no container; name its image, or leave them out"
+    if cluster.launcher == "mpi" and not cluster.mpirun:
+        yield "mpirun = []: must hold the command that starts MPI, such as mpirun"
+
+
+def seconds_of(time_limit: str) -> int | None:
+    """Seconds of [days-]hours:minutes:seconds; None where it isn't such."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", time_limit)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _time(cluster: Cluster) -> Iterator[str]:
+    if cluster.time_limit is None:
+        return
+    limit = seconds_of(cluster.time_limit)
+    if limit is None:
+        yield f"time_limit = {cluster.time_limit!r}: must be [days-]hours:minutes:seconds, such as 24:00:00"
+    elif limit <= cluster.signal_lead:
+        yield (
+            f"signal_lead = {cluster.signal_lead}: the run would be asked to save before it starts; set it below "
+            f"time_limit = {cluster.time_limit}"
+        )
+
+
+def _words(cluster: Cluster) -> Iterator[str]:
+    """What would break the lines of a script."""
+    for name in cluster.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield f"environment.{name}: no name of a variable; letters, digits and _ only"
+    for name in ("options", "srun_options"):
+        for word in getattr(cluster, name):
+            if not word.startswith("-") or "\n" in word:
+                yield f"{name}: {word!r} is no option; each starts with -, its value after ="
+    for name in ("partition", "account", "memory_per_node"):
+        if (value := getattr(cluster, name)) is not None and not re.fullmatch(r"[\w.,:+-]+", value):
+            yield f"{name} = {value!r}: must be one word, or null"
+
+
+def _find(name: str) -> Path:
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return Path(name)
+    for folder in FOLDERS:
+        if (path := folder / f"{name}.yaml").is_file():
+            return path
+    known = known_clusters()
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        f"--cluster {name}", [f"{hint}no such file in configs/clusters, which has {', '.join(known)}; or give a path"]
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(str(path), ["no such file"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"can't be read: {error}"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), ["not YAML: " + " ".join(str(error).split())]) from None
+    if not isinstance(values or {}, dict):
+        raise ConfigError(str(path), [f"must hold fields of a cluster, not {type(values).__name__}"])
+    return values or {}
+
+
+def _wrong_fields(values: Mapping[str, Any]) -> Iterator[str]:
+    names = [f.name for f in fields(Cluster)]
+    for name, value in values.items():
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+            yield f"{name}: unknown field" + (
+                f"; did you mean {close[0]}?" if close else f"; it has {', '.join(names)}"
+            )
+        elif not _fits(value, HINTS[name]):
+            quotes = "; put it in quotes" if isinstance(value, int | float) and _fits("", HINTS[name]) else ""
+            yield f"{name} = {value!r}: must be {_in_words(HINTS[name])}{quotes}"
+
+
+def _in_words(hint: Any) -> str:
+    return "names and texts (in quotes)" if get_origin(hint) is dict else type_in_words(hint)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether YAML's `value` is of type `hint`; a whole number is a number too, true is none."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in inner
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(x, str) for pair in value.items() for x in pair)
+    if inner:
+        return any(_fits(value, part) for part in inner)
+    if hint is NoneType:
+        return value is None
+    return isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))

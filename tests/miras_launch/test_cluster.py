@@ -1,0 +1,102 @@
+"""If these fail, a wrong line in a cluster's file is found by a thousand ranks instead of by one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from miras_launch.cluster import FOLDERS, Cluster, known_clusters, load_cluster, problems_of, seconds_of
+
+from miras_megatron.config.describe import docstrings
+from miras_megatron.config.errors import ConfigError
+
+SHIPPED = sorted(FOLDERS[1].glob("*.yaml"))
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_cluster_is_read(path: Path) -> None:
+    """A user's first copy of it must not be broken from the start; its name says how many machines and ranks."""
+    cluster, where = load_cluster(path.stem)
+    assert Path(where).name == path.name
+    size = path.stem.rpartition("_")[2]
+    if "x" in size:
+        assert f"{cluster.nodes}x{cluster.ranks_per_node}" == size
+
+
+def test_a_cluster_is_found_by_path_too(tmp_path: Path) -> None:
+    """A site's own file lies where the site wants it."""
+    cluster, where = load_cluster(written(tmp_path, "nodes: 2\nranks_per_node: 4\npartition: long\n"))
+    assert (cluster.nodes, cluster.world_size, cluster.partition, cluster.gpus) == (2, 8, "long", 4)
+    assert where == str(tmp_path / "mine.yaml")
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    """Otherwise a file is mended in as many rounds as it has mistakes."""
+    text = "nodes: two\npartitoin: long\ntime_limit: 24:00:00\nenvironment: {OMP_NUM_THREADS: 8}\ndoctor: 1\n"
+    with pytest.raises(ConfigError) as told:
+        load_cluster(written(tmp_path, text))
+    said = str(told.value)
+    assert "5 problems" in said
+    for part in (
+        "nodes = 'two': must be a whole number",
+        "partitoin: unknown field; did you mean partition?",
+        "time_limit = 86400: must be text or null; put it in quotes",
+        "environment = {'OMP_NUM_THREADS': 8}: must be names and texts (in quotes)",
+        "doctor = 1: must be true or false",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Cluster(nodes=0), "nodes = 0: must be above 0"),
+        (Cluster(max_requeues=-1), "max_requeues = -1: must be at least 0"),
+        (Cluster(time_limit="1h"), "time_limit = '1h': must be"),
+        (Cluster(time_limit="00:05:00", signal_lead=300), "signal_lead = 300: the run would be asked to save before"),
+        (Cluster(environment={"A B": "1"}), "environment.A B: no name of a variable"),
+        (Cluster(options=["qos=long"]), "options: 'qos=long' is no option"),
+        (Cluster(partition="a b"), "partition = 'a b': must be one word"),
+        (Cluster(container_mounts=["/a:/a"]), "there is no container"),
+        (Cluster(launcher="mpi", mpirun=[]), "mpirun = []"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_cannot_be_is_refused_by_name(wrong: Cluster, message: str) -> None:
+    """Slurm would say it of a line of a script that the user never wrote, or nothing at all."""
+    assert [line for line in problems_of(wrong) if message in line]
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    """The user sees what to write."""
+    with pytest.raises(ConfigError, match=r"did you mean slurm_8x8\?.*has .*local.*or give a path"):
+        load_cluster("slurm_8x")
+    assert {"local", "slurm_1x8", "slurm_8x8", "slurm_64x8"} <= set(known_clusters())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("- a", "must hold fields"), ("a: [", "not YAML"), (None, "no such file")]
+)
+def test_a_file_that_is_none_is_one_message(tmp_path: Path, text: str | None, message: str) -> None:
+    """No traceback for a path with a typo."""
+    path = str(tmp_path / "none.yaml") if text is None else written(tmp_path, text)
+    with pytest.raises(ConfigError, match=message):
+        load_cluster(path)
+
+
+def test_time_limits_are_read_as_slurm_reads_them() -> None:
+    """Else the warning comes at another moment than the check believes."""
+    assert seconds_of("1-02:03:04") == 93784
+    assert seconds_of("72:00:00") == 259200
+    assert seconds_of("90") is None
+
+
+def test_every_field_says_what_it_is() -> None:
+    """These lines are the manual of the file."""
+    assert set(docstrings(Cluster)) == set(Cluster.__dataclass_fields__)
