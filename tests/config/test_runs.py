@@ -20,6 +20,9 @@ KNOWN_WARNING = {"quickstart": "memory.lr_max"}
 PAPER_SIZES = {"170m": (12, 768, 16, 3e-3), "340m": (24, 1024, 16, 1.5e-3), "760m": (24, 1536, 16, 1.25e-3)}
 PAPER_SIZES |= {"1b3": (18, 2048, 8, 7e-4)}
 
+LONG_ROWS = {"_32k": 2**15, "_128k": 2**17, "_2m": 2**21}
+"""Endings of runs on rows beyond the papers' 4,096 tokens."""
+
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_run_is_valid_and_can_be_sized(path: Path) -> None:
@@ -37,14 +40,17 @@ def test_every_run_is_valid_and_can_be_sized(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_runs_named_after_a_paper_have_its_sizes(path: Path) -> None:
-    """Rules 1.7 and 2.7: blocks, width, heads, learning rate, half a million tokens a batch."""
+    """Rules 1.7 and 2.7: blocks, width, heads, learning rate, half a million tokens a batch but for long rows."""
     size = next((s for s in PAPER_SIZES if f"_{s}" in path.stem), None)
     run = load_run([str(path)])
     if size is None:
         assert path.stem in ("debug_cpu", "quickstart", "long_2m_cpu")
         return
     assert (run.model.layers, run.model.hidden, run.model.heads, run.optimizer.lr) == PAPER_SIZES[size]
-    assert run.tokens_per_step == 2**19
+    long = next((tokens for name, tokens in LONG_ROWS.items() if path.stem.endswith(name)), 4096)
+    assert run.data.sequence_length == long
+    # long rows: as many as 512 ranks need, of which eight share one
+    assert run.tokens_per_step == (2**19 if long == 4096 else 64 * long)
     assert run.training.steps * run.tokens_per_step == pytest.approx(
         {"170m": 15e9, "340m": 15e9, "760m": 30e9, "1b3": 100e9}[size], rel=1e-3
     )
