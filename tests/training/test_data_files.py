@@ -14,6 +14,7 @@ from helpers.data_sets import RAGGED, write_set
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from miras_megatron.config.schema import Data, Run, RunFolder
+from miras_megatron.training import shipped
 from miras_megatron.training.data import build_batches
 from miras_megatron.training.manifest import Manifest, manifest_path, write_manifest
 from miras_megatron.training.shipped import _locked, prepare_shipped_text, shipped_documents
@@ -167,6 +168,31 @@ def test_the_shipped_text_is_prepared_once_by_whoever_comes_first(tmp_path: Path
     assert len(files.lengths) == len(texts) == 92
     assert BYTES.decode(files.read(91, 0, int(files.lengths[91])).tolist()) == texts[91]
     assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_every_node_builds_its_own_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of three ranks, data.cache on each node's own disk: one rank a node writes, all read the same rows."""
+    built: list[str] = []
+
+    def counted(prefix: str, *rest: object) -> None:
+        built.append(Path(prefix).parent.name)
+        write(prefix, *rest)
+
+    write = shipped._write_documents
+    monkeypatch.setattr(shipped, "_write_documents", counted)
+    rows: dict[int, torch.Tensor] = {}
+
+    def train(rank: int) -> None:
+        data = Data(train="shipped", cache=str(tmp_path / f"node{rank // 3}"), sequence_length=32, split="98,1,1")
+        rows[rank] = next(build_batches(replace(Run(), data=data), BYTES, micro_batch=2)).tokens
+
+    ranks = [threading.Thread(target=train, args=(rank,)) for rank in range(6)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    assert sorted(built) == ["node0", "node1"]
+    assert len(rows) == 6 and all(torch.equal(rows[0], tokens) for tokens in rows.values())
 
 
 def test_waiting_for_the_shipped_text_ends_and_names_who_is_waited_for(tmp_path: Path) -> None:
