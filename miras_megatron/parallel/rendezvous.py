@@ -1,4 +1,4 @@
-"""Who am I, and where do we meet: torchrun's variables, else SLURM's, else MPI's, else a process of its own.
+"""Who am I, and where do we meet: torchrun's variables, else SLURM's or MPI's, else a process of its own.
 
 The only file that reads the environment, and the only one that knows mpi4py (imported when it is needed).
 """
@@ -45,7 +45,9 @@ def find_rank(environment: Mapping[str, str] | None = None) -> RankInfo:
     env = os.environ if environment is None else environment
     if "RANK" in env:
         return _from_torchrun(env)
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+    # Inside a job of Slurm mpirun's ranks also have the variables of the one task a node that starts them.
+    by_mpirun = "OMPI_COMM_WORLD_SIZE" in env
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and not by_mpirun:
         return _from_slurm(env)
     if any(sign in env for sign in MPI_SIGNS):
         return _from_mpi(env)

@@ -80,6 +80,7 @@ def test_mpi(monkeypatch):
     info = find_rank({"OMPI_COMM_WORLD_SIZE": "4"})
     assert info == RankInfo(rank=3, world_size=4, local_rank=1, local_size=2, host="head", port=4242, launcher="mpi")
     assert sent == [None]
+    assert find_rank(SLURM | {"OMPI_COMM_WORLD_SIZE": "4"}) == info, "mpirun in a job of Slurm: its ranks are MPI's"
     mpi.COMM_WORLD.rank = 0
     find_rank({"OMPI_COMM_WORLD_SIZE": "4"})
     assert isinstance(sent[-1], tuple) and sent[-1][1] > 0
