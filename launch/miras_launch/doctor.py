@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +103,7 @@ class Examination:
         names = [self.nodes[rank] for rank in self.leaders]
         for rank, name in zip(self.leaders, names, strict=True):  # machines of one image may all have one name
             self.nodes[rank] = name if names.count(name) == 1 else f"{name} (rank {rank})"
-        missing = [rank for rank in range(self.info.world_size) if rank not in heard]
+        missing = set(range(self.info.world_size)) - heard.keys()
         self._missing(missing, "didn't come")
         return not missing
 
@@ -111,7 +111,7 @@ class Examination:
         """All clocks are read when rank 0 gives the sign; then machines look at themselves."""
         if self.info.rank == 0:
             self.meeting.tell("sign", secrets.token_hex(8))
-        self.sign = self.meeting.hear("sign", [0]).get(0, "none")
+        self.sign = self.meeting.hear_first("sign") or "none"
         own = Facts(
             rank=self.info.rank,
             node=self.nodes[self.info.rank],
@@ -124,7 +124,7 @@ class Examination:
         self.meeting.tell("facts", own.plain())
         if self.info.rank == 0:
             heard = self.meeting.hear_all("facts")
-            self._missing([rank for rank in self.nodes if rank not in heard], "didn't end its looking")
+            self._missing(self.nodes.keys() - heard.keys(), "didn't end its looking")
             self.ranks = [Facts(**facts) for _, facts in sorted(heard.items())]
             limits = {"gpus": self.wanted.gpus, "free_gib": self.wanted.free_gib, "clock": self.wanted.clock}
             self.faults += find_faults(self.ranks, **limits)
@@ -145,6 +145,7 @@ class Examination:
             (marks / str(self.info.rank)).unlink()
             marks.rmdir()  # by the last one
         if self.info.rank == 0:
+            self._missing(set(self.leaders) - heard.keys(), "didn't come back from the shared folder")
             named = {self.nodes[rank]: [self.nodes[int(other)] for other in seen] for rank, seen in heard.items()}
             self.faults += find_unseen(named, self.wanted.shared)
 
@@ -160,33 +161,33 @@ class Examination:
             self.meeting.tell("missed", unreachable(others, self.meeting.deadline))
             heard = self.meeting.hear("missed", self.leaders)
         if self.info.rank == 0:
+            self._missing(set(self.leaders) - heard.keys(), "didn't end its calls to the others")
             self.faults += find_unreachable({self.nodes[rank]: missed for rank, missed in heard.items()})
 
     def _sum(self) -> None:
         self.meeting.tell("sum", self.collective(self.meeting))
         if self.info.rank == 0:
             heard = self.meeting.hear_all("sum")
-            self._missing(
-                [rank for rank in self.nodes if rank not in heard], "didn't come back from a sum over all ranks"
-            )
+            self._missing(self.nodes.keys() - heard.keys(), "didn't come back from a sum over all ranks")
             self.faults += [f"{self.nodes[rank]}: rank {rank}: {said}" for rank, said in sorted(heard.items()) if said]
 
-    def _missing(self, ranks: Sequence[int], what: str) -> None:
-        patience = f"{what} within {self.meeting.deadline:g} s (--deadline)"
-        self.faults += [f"{self.nodes.get(rank) or home_of(rank, self.info)}: rank {rank} {patience}" for rank in ranks]
+    def _missing(self, ranks: Set[int], what: str) -> None:
+        for rank in sorted(ranks):
+            home = self.nodes.get(rank) or home_of(rank, self.info)
+            self.faults.append(f"{home}: rank {rank} {what} within {self.meeting.deadline:g} s (--deadline)")
 
     def _goes_on(self, step: str) -> bool:
         """Whether the next step is worth it: what rank 0 says."""
         if self.info.rank == 0:
             self.meeting.tell(f"after{step}", not self.faults)
-        return bool(self.meeting.hear(f"after{step}", [0]).get(0, False))
+        return bool(self.meeting.hear_first(f"after{step}"))
 
     def _verdict(self) -> int:
         """Rank 0 says what was found; nobody leaves before all know, for rank 0 keeps the store."""
         if self.info.rank == 0:
             print("\n".join(report(self.ranks, self.faults, self.info)), flush=True)
             self.meeting.tell("verdict", int(bool(self.faults)))
-        verdict = self.meeting.hear("verdict", [0]).get(0)
+        verdict = self.meeting.hear_first("verdict")
         if verdict is None:
             print(f"miras-doctor: {self.node}: rank {self.info.rank} heard no verdict of rank 0", file=sys.stderr)
             return 1

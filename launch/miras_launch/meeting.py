@@ -48,10 +48,10 @@ class Meeting:
         """Say this rank's `what` to all."""
         self.store.set(f"{what}_{self.info.rank}", json.dumps(value))
 
-    def hear(self, what: str, ranks: Sequence[int]) -> dict[int, Any]:
-        """What each of `ranks` says of `what`, as far as they say it before the deadline."""
+    def hear(self, what: str, ranks: Sequence[int], deadlines: float = 1.0) -> dict[int, Any]:
+        """What each of `ranks` says of `what`, as far as they say it within so many deadlines."""
         heard: dict[int, Any] = {}
-        end = time.monotonic() + self.deadline
+        end = time.monotonic() + deadlines * self.deadline
         while len(heard) < len(ranks):
             missing = [rank for rank in ranks if rank not in heard]
             for rank in missing:
@@ -61,6 +61,10 @@ class Meeting:
                 break
             time.sleep(0.02)
         return heard
+
+    def hear_first(self, what: str) -> Any:
+        """What rank 0 says; None: nothing. It may have waited for others itself, so it gets three deadlines."""
+        return self.hear(what, [0], deadlines=3.0).get(0)
 
     def hear_all(self, what: str) -> dict[int, Any]:
         """The same of every rank."""

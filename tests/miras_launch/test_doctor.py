@@ -127,9 +127,18 @@ def test_a_sum_that_fails_or_hangs_is_told_with_its_rank(capsys: pytest.CaptureF
         time.sleep(3)
         return ""
 
-    codes = examined(2, deadline=1.0, collective=lambda rank: hangs if rank else lambda meeting: "")
-    assert codes[0] == 1
+    assert examined(2, deadline=1.0, collective=lambda rank: hangs if rank else lambda meeting: "") == [1, 1]
     assert "FAULT n1: rank 1 didn't come back from a sum over all ranks within 1 s" in capsys.readouterr().out
+
+
+def test_a_machine_that_hangs_while_it_looks_at_itself_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A driver that never answers; the others are told, and leave."""
+
+    def hangs(facts: Facts, **_: object) -> None:
+        time.sleep(4)
+
+    assert examined(3, deadline=1.0, looks=lambda rank: {"versions": hangs if rank == 1 else well}) == [1, 1, 1]
+    assert "FAULT n1: rank 1 didn't end its looking within 1 s" in capsys.readouterr().out
 
 
 def test_machines_of_one_name_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
