@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.mpi import mpi_is_here
 from helpers.worlds import drop_old_groups
 
 from miras_megatron.memory.fused_lanes import KERNELS
@@ -41,12 +42,17 @@ def _no_rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests for devices, or other interpreters, that are not here are left out and counted, not skipped."""
     kept, left_out = [], []
+    here = {
+        "lm_eval": "MIRAS_LM_EVAL_PYTHON" in os.environ,
+        "slurm": "MIRAS_TEST_SLURM" in os.environ,
+        "mpi": mpi_is_here(),
+    }
     devices = torch.cuda.device_count()
     for item in items:
         several = item.get_closest_marker("multi_gpu")
         needs = (*several.args, 2)[0] if several else 1 if item.get_closest_marker("gpu") else 0
-        harness = item.get_closest_marker("lm_eval") is None or "MIRAS_LM_EVAL_PYTHON" in os.environ
-        (kept if devices >= needs and harness else left_out).append(item)
+        lacking = any(item.get_closest_marker(mark) and not is_here for mark, is_here in here.items())
+        (kept if devices >= needs and not lacking else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
