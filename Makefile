@@ -14,11 +14,12 @@ export OMP_NUM_THREADS ?= 1
 HF_OTHERS = 4.57.6 5.0.0
 HF_NEWEST = 5.24.0
 
-.PHONY: help venv run test test-full test-core-latest test-transformers smoke-gpu check bench clean
+.PHONY: help venv run test test-slurm test-full test-core-latest test-transformers smoke-gpu check bench clean
 
 help:
 	@echo "make run               train the quickstart model, show what it learned (minutes)"
 	@echo "make test              checks and tests (minutes)"
+	@echo "make test-slurm        jobs of a real Slurm on this host (needs root, installs slurm-wlm and munge; minutes)"
 	@echo "make test-full         the full test matrices too (about an hour)"
 	@echo "make check             format, lint, types, architecture (a minute)"
 	@echo "make smoke-gpu         layouts in small on CUDA and NCCL, where there are GPUs (minutes)"
@@ -49,6 +50,13 @@ check: $(READY)
 
 test: check
 	$(PYTEST) $(TWO) --durations=20
+
+# A Slurm of its own for the tests: the packages' own services aren't used.
+test-slurm: $(READY)
+	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || { \
+	  test "$$(id -u)" = 0 || { echo "test-slurm needs root: it installs Slurm and starts its daemons" >&2; exit 2; }; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+	MIRAS_TEST_SLURM=1 $(PYTEST) tests/slurm --durations=0
 
 test-full: check
 	$(PYTEST) $(TWO) -m "full or not full" --durations=40
