@@ -30,7 +30,7 @@ class Cluster:
     ranks_per_node: int = 8
     """processes a machine, one a device"""
     gpus_per_node: int | None = None
-    """devices asked of Slurm a machine; null = ranks_per_node, 0 = none"""
+    """devices that a machine must have, asked of Slurm too; null = ranks_per_node, 0 = none"""
     gpu_gib: float | None = None
     """memory of a device, GiB: a run that needs more is told so; null = not known"""
     cpus_per_rank: int | None = None

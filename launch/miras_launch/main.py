@@ -21,7 +21,7 @@ from miras_megatron.config.load import parse_command_line
 
 from .cluster import Cluster, load_cluster, problems_of
 from .points import points_of
-from .ranks import start_here, start_line
+from .ranks import lines_of, start_here
 from .report import describe_layout, describe_memory
 from .slurm import job_of, submit
 
@@ -54,7 +54,7 @@ def launch(words: Sequence[str]) -> int:
         job = job_of(points, command.run, cluster, where)
         told += [f"script: {job.path}", "", job.script] if command.switches["dry-run"] else []
     else:
-        told += [shlex.join(start_line(point, cluster, place)) for point in points]
+        told += [shlex.join(line) for point in points for line in lines_of(point, cluster, place)]
     print("\n".join(told), flush=True)
     if command.switches["dry-run"]:
         return 0

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from miras_launch import doctor, meeting
-from miras_launch.doctor import examine, home_of
+from miras_launch import doctor, examination, meeting
+from miras_launch.examination import Examination, home_of
 from miras_launch.meeting import Meeting
 from miras_launch.node_facts import Facts
 
@@ -47,7 +47,8 @@ def examined(
         info = RankInfo(rank=rank, world_size=ranks, launcher="test")
         given = {name: choose(rank) for name, choose in of_rank.items()}
         given = {"looks": {"versions": well}, "collective": lambda meeting: ""} | given
-        codes[rank] = examine(Meeting(store, info, deadline), wanted(**options(rank)), node=f"n{rank}", **given)
+        met = Meeting(store, info, deadline)
+        codes[rank] = Examination(met, wanted(**options(rank)), node=f"n{rank}", **given).run()
 
     threads = [threading.Thread(target=part, args=(rank,)) for rank in range(ranks) if rank not in absent]
     for thread in threads:
@@ -106,7 +107,7 @@ def test_a_machine_that_cannot_be_called_is_named(
 ) -> None:
     """A firewall between two machines stops the first collective for its whole timeout, without a name."""
     real = meeting.socket.create_connection
-    monkeypatch.setattr(doctor, "own_address", lambda info: f"127.0.0.{info.rank + 1}")
+    monkeypatch.setattr(examination, "own_address", lambda info: f"127.0.0.{info.rank + 1}")
 
     def firewall(place: tuple[str, int], timeout: float) -> Any:
         if place[0] == "127.0.0.2":
@@ -148,7 +149,7 @@ def test_machines_of_one_name_are_told_apart(capsys: pytest.CaptureFixture[str])
     def part(rank: int) -> None:
         looks = {"versions": lambda facts, **_: facts.faults.append("broken") if rank else None}
         met = Meeting(store, RankInfo(rank=rank, world_size=2), 4.0)
-        codes.append(examine(met, wanted(), node="box", looks=looks, collective=lambda meeting: ""))
+        codes.append(Examination(met, wanted(), node="box", looks=looks, collective=lambda meeting: "").run())
 
     threads = [threading.Thread(target=part, args=(rank,)) for rank in range(2)]
     [thread.start() for thread in threads]
@@ -191,4 +192,25 @@ def test_a_meeting_place_that_is_not_there_names_it(
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     assert doctor.main(["--deadline=1"]) == 1
-    assert "rank 1 can't meet the others at 127.0.0.1:9" in capsys.readouterr().err
+    assert "rank 1 can't meet the others, or lost them, at 127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_machine_without_torch_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken image on one machine of a hundred; the others name it as one that didn't come."""
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    assert doctor.main([]) == 1
+    assert ": versions: torch can't be imported: " in capsys.readouterr().err
+
+
+def test_a_rank_0_that_dies_meanwhile_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its store goes with it; no traceback of torch on every other machine."""
+
+    class Gone(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer\nframe #0")
+
+    monkeypatch.setattr(Meeting, "join", lambda info, deadline: Meeting(Gone(), info, deadline))
+    assert doctor.main([]) == 1
+    assert "can't meet the others, or lost them, at 127.0.0.1:0 (Connection reset by peer)" in capsys.readouterr().err

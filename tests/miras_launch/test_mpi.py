@@ -17,6 +17,8 @@ FOUR_RANKS = """\
 launcher: mpi
 ranks_per_node: 4
 mpirun: [{mpirun}, --allow-run-as-root, --oversubscribe, --bind-to, none]
+gpus_per_node: 0
+free_gib: 0.1
 environment: {{OMP_NUM_THREADS: "1"}}
 """
 """Open MPI wants to be told that root, and more ranks than cores, are meant."""
@@ -39,6 +41,7 @@ def test_four_ranks_of_mpirun_train_as_one_process(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "miras-doctor: nothing found; 4 ranks by mpi" in done.stdout
     assert "4 rank(s)" in done.stdout and "done: 3 steps" in done.stdout
     assert main(tiny_config(tmp_path, "one", training__steps=3)) == 0
     for (step, loss, norm), (_, one_loss, one_norm) in zip(

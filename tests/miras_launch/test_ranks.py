@@ -20,7 +20,8 @@ def stand_in(folder: Path, text: str) -> str:
 
 
 def cluster_file(folder: Path, mpirun: str, more: str = "") -> str:
-    (folder / "mpi.yaml").write_text(f"launcher: mpi\nranks_per_node: 4\nmpirun: [{mpirun}, --bind-to, none]\n{more}")
+    text = f"launcher: mpi\nranks_per_node: 4\nmpirun: [{mpirun}, --bind-to, none]\n{more}"
+    (folder / "mpi.yaml").write_text(text + ("" if "doctor:" in more else "doctor: false\n"))
     return f"--cluster={folder / 'mpi.yaml'}"
 
 
@@ -34,6 +35,17 @@ def test_mpirun_gets_the_clusters_words_ranks_and_variables(tmp_path: Path, monk
     called = (tmp_path / "called").read_text()
     assert called.startswith("of me: --bind-to none -n 8 ") and "miras-train " in called
     assert called.endswith(f"{DEBUG} --training.micro_batch=1 --data.cache=/local/me\n")
+
+
+def test_the_preflight_comes_first_and_stops_a_run_on_machines_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a job of Slurm."""
+    monkeypatch.chdir(tmp_path)
+    mpirun = stand_in(tmp_path, 'echo "$*" >> called; case "$*" in *miras-doctor*) exit 1;; esac')
+    assert main([cluster_file(tmp_path, mpirun, "doctor: true\n"), DEBUG, "--training.micro_batch=1"]) == 1
+    (called,) = (tmp_path / "called").read_text().splitlines()
+    assert called.endswith("miras-doctor --shared=runs/debug_cpu --free-gib=10 --gpus=4")
 
 
 def test_a_missing_mpirun_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

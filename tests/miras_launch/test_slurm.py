@@ -29,7 +29,7 @@ STAND_INS = {
     "srun": 'echo "srun $*" >> calls; trap "echo warned >> calls; kill %1" USR1; sleep "${SECONDS_OF_WORK:-0}" & wait; '
     'printf step_%08d "$SAVED" > "$RUN/checkpoints/latest"; for w in "$@"; do case "$w" in --output=*) '
     'echo "miras-train: as it went" >> "$(echo "${w#--output=}" | sed s/%t/0/)";; esac; done; exit "$CODE"',
-    "squeue": 'echo "${STATE:-RUNNING}"',
+    "squeue": '[ "$STATE" = unknown ] || echo "${STATE:-RUNNING}"',
     "scontrol": 'echo "scontrol $*" >> calls',
 }
 
@@ -175,6 +175,18 @@ def test_a_cancelled_job_stays_cancelled(place: Path) -> None:
     """scancel kills ranks too; a job that then queued itself again could not be stopped."""
     code, said, calls = ran(place, CODE="143", STATE="COMPLETING")
     assert code == 143 and "cancelled, so it stays" in said and "scontrol" not in calls
+
+
+def test_a_machine_that_may_not_ask_slurm_queues_the_job_all_the_same(place: Path) -> None:
+    """On some sites squeue works on login nodes only; a lost rank must not end the run there."""
+    code, _, calls = ran(place, CODE="4", STATE="unknown")
+    assert code == 0 and "scontrol requeue 7" in calls
+
+
+def test_a_sites_setup_may_read_variables_that_are_not_there(place: Path) -> None:
+    """Scripts that sites have users source do; the job must not end at them."""
+    code, said, _ = ran(place, job(replace(TINY, setup=['echo "loads $NOT_THERE"'])).script, SAVED="40")
+    assert code == 0 and "through: 40 steps" in said
 
 
 def test_a_machine_at_fault_stops_the_job_before_training(place: Path) -> None:
