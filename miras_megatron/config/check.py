@@ -230,6 +230,9 @@ def _schedule(run: Run) -> Problems:
         yield f"optimizer.decay_steps = {optimizer.decay_steps}: must be at least 1, or null"
     if run.training.spike_norm <= 1:
         yield f"training.spike_norm = {run.training.spike_norm}: must be above 1, times the median gradient norm"
+    for kind in ("nan", "spike", "divergence"):
+        if getattr(run.training, f"on_{kind}") == "roll_back" and run.checkpoint.every == 0:
+            yield f"training.on_{kind} = 'roll_back': checkpoint.every = 0 saves nothing to go back to; set both"
     if run.training.on_divergence != "ignore" and not (
         run.logging.memory_every and MEMORY_LETTERS & {*run.model.letters}
     ):

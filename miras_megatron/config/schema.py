@@ -316,7 +316,7 @@ class Training:
     state_norm_limit: float = 1e3
     """mean Frobenius norm of a head's memory (metrics.jsonl: state_norm) above which it has run away"""
     patience: int = 10
-    """steps skipped and rolled back from one checkpoint to the next after which the run stops; 0 = it never does"""
+    """bad steps among the last 100, or since the last checkpoint, after which the run stops; 0 = it never does"""
     recompute: bool = False
     """each layer is computed again in the backward pass: less memory, a third more work"""
     cpu_kernel: bool = True

@@ -39,6 +39,21 @@ def largest(mesh: ParallelMesh, here: float) -> float:
     return float(number)
 
 
+def agreed(mesh: ParallelMesh, *here: float) -> list[float]:
+    """The same numbers on every rank: those of the first rank that has one which isn't finite, else of rank 0.
+
+    For numbers that are alike but for rounding, where a decision hangs on them.
+    """
+    if mesh.world_size == 1:
+        return list(here)
+    own = torch.tensor(here, dtype=torch.float64, device=mesh.device)
+    found = [torch.empty_like(own) for _ in range(mesh.world_size)]
+    dist.all_gather(found, own)
+    wrong = [numbers for numbers in found if not bool(numbers.isfinite().all())]
+    numbers: list[float] = (wrong or found)[0].tolist()
+    return numbers
+
+
 def sum_losses(mesh: ParallelMesh, sums: Tensor) -> Tensor:
     """`sums` of the last pipeline stage, added over data-parallel (and context) ranks, on every rank.
 

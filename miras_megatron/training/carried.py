@@ -32,7 +32,8 @@ class CarriedStates:
     def groups(self, batch: Batch) -> list[tuple[list[int], Any]]:
         """The rows of `batch` that start fresh, and those that go on: (row numbers, states or None) each, none empty.
 
-        A lane whose state isn't here (the step before was skipped as not a number) starts fresh, and says so.
+        A lane whose state isn't here (the run has rolled back) starts fresh, and says so. After a skipped step it goes
+        on from the state before that.
         """
         lanes, reset = batch.lanes.tolist(), batch.reset.tolist()
         going_on = [row for row, lane in enumerate(lanes) if not reset[row] and lane in self.lanes]

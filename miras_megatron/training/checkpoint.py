@@ -97,6 +97,7 @@ class Saving:
         Raises ValueError where the disk didn't take it on any rank; the checkpoints before stay.
         """
         rank, keep = self._job.mesh.rank, self._job.run.checkpoint.keep
+        self._job.mesh.barrier("writing a checkpoint")  # names who hangs; what follows would only say that one does
         with self._told():
             self._files.finish(self._failure)
             gathered = gather_objects(self._job.mesh, self._described)
@@ -104,7 +105,7 @@ class Saving:
                 self._write_the_rest(gathered)
             made = complete_checkpoint(self._run_dir, self.step, rank, _barrier(self._job))
         if rank == 0:
-            keep_newest(self._run_dir, keep)
+            _drop_old(self._run_dir, keep)
         return made
 
     def _write_the_rest(self, gathered: list[dict[str, dict[str, Any]]]) -> None:
@@ -121,6 +122,14 @@ class Saving:
 
     def _told(self) -> AbstractContextManager[None]:
         return _told_where_the_disk_fails(self._run_dir, self.step)
+
+
+def _drop_old(run_dir: Path, keep: int) -> None:
+    """Old checkpoints that don't go are no reason to end a run whose new one is there."""
+    try:
+        keep_newest(run_dir, keep)
+    except OSError as error:
+        logger.warning("an old checkpoint of %s stays (%s)", run_dir, error)
 
 
 def load_checkpoint(job: Job, folder: Path) -> Progress:

@@ -129,18 +129,11 @@ def find_checkpoint(path: Path | str, field: str) -> Path:
     return found
 
 
-@contextmanager
-def new_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
-    """A folder to write the checkpoint of `step` into; it gets its name and becomes `latest` when the block ends well.
-
-    Every rank enters; `barrier` is called where ranks wait for rank 0.
-    """
-    yield begin_checkpoint(run_dir, step, rank, barrier)
-    complete_checkpoint(run_dir, step, rank, barrier)
-
-
 def begin_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Path:
-    """The hidden folder that the checkpoint of `step` is written into. What a killed save left behind is removed."""
+    """The hidden folder that the checkpoint of `step` is written into. What a killed save left behind is removed.
+
+    Every rank calls it; `barrier` is called where ranks wait for rank 0.
+    """
     folder, part = folder_of(run_dir), part_of(run_dir, step)
     if rank == 0:
         for left_behind in folder.glob(".step_*"):
@@ -151,7 +144,7 @@ def begin_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callabl
 
 
 def complete_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Path:
-    """Give the written checkpoint of `step` its name and make it `latest`."""
+    """Give the written checkpoint of `step` its name and make it `latest`. Every rank calls it."""
     folder, target = folder_of(run_dir), folder_of(run_dir) / name_of(step)
     barrier()
     if rank == 0:

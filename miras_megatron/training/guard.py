@@ -38,11 +38,6 @@ class Finding:
         return text + ("".join(f"\n  {line}" for line in self.details))
 
 
-def is_finite(*numbers: float) -> bool:
-    """Whether all are ordinary numbers."""
-    return all(math.isfinite(x) for x in numbers)
-
-
 def find_first(model: nn.Module, rerun: Callable[[], None]) -> Finding:
     """Where the failing step went wrong on this rank.
 

@@ -14,7 +14,7 @@ from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import train_flops_per_token
 from ..model.build import block_spec, build_model
-from ..parallel.layout import layout_warnings
+from ..parallel.layout import decide_layout, layout_warnings
 from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
 from ..parallel.together import any_rank, gather_objects
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 def train(run: Run, source: str) -> int:
     """Train the run that `source` describes to its last step, or until a signal; the exit code.
 
-    Raises ValueError for what a user can mend, NotANumber where the guard stops the run.
+    Raises ValueError for what a user can mend, BadStep where one stops the run.
     """
     with core_without_cuda(), ParallelMesh(run.parallel, find_rank(), timeout=run.parallel.timeout) as mesh:
         check_run(run, source, mesh.world_size)
@@ -55,7 +55,7 @@ def train(run: Run, source: str) -> int:
         with (
             claimed(job, start),
             open_log(job, progress) as log,
-            Saver(job) as saver,
+            Saver(job, start, lambda path: log.say(f"saved {path}")) as saver,
             listen_for_stop(mesh.is_main) as stop,
             profile_window(run, mesh.rank) as profiled,
         ):
@@ -70,33 +70,29 @@ def train(run: Run, source: str) -> int:
                     look_at_gradients=due(step, run.logging.gradients_every),
                 )
                 keep_trace(job, step)
+                if report.stops is not None:
+                    log.event(report)
+                    raise report.stops
                 progress = Progress(step, progress.tokens + report.tokens)
                 log.step(with_flops(report, job))
-                tell_saved(log, saver.collect())
+                saver.collect()
                 progress = settle(job, report, progress, log, saver)
-                if progress.step < step:
-                    continue
                 profiled()
-                asked = any_rank(mesh, stop.signal_name is not None)
-                last = step == run.training.steps
-                if job.validation is not None and not asked and (last or due(step, run.evaluate.every)):
+                last = progress.step == run.training.steps
+                if progress.step == step and job.validation is not None and (last or due(step, run.evaluate.every)):
                     log.validation(step, evaluate(job, job.validation))
-                if asked or last or due(step, run.checkpoint.every):
-                    tell_saved(log, saver.save(progress))
+                asked = any_rank(mesh, stop.signal_name is not None)
+                if progress.step == step and (asked or last or due(step, run.checkpoint.every)):
+                    saver.save(progress)
                 if asked:
-                    tell_saved(log, saver.finish())
-                    log.say(f"stopped by {stop.signal_name or 'a signal'} after step {step}; run again to go on")
+                    saver.finish()
+                    signal = stop.signal_name or "a signal"
+                    log.say(f"stopped by {signal} after step {progress.step}; run again to go on")
                     return 0
-            tell_saved(log, saver.finish())
+            saver.finish()
             told = "".join(f", {count} {action.replace('_', ' ')}" for action, count in sorted(log.counts.items()))
             log.say(f"done: {progress.step} steps{told}, {progress.tokens} tokens; everything lies in {run.run.dir}")
     return 0
-
-
-def tell_saved(log: RunLog, made: Iterator[Path]) -> None:
-    """Say which checkpoints are complete."""
-    for path in made:
-        log.say(f"saved {path}")
 
 
 def settle(job: Job, report: StepReport, progress: Progress, log: RunLog, saver: Saver) -> Progress:
@@ -105,11 +101,11 @@ def settle(job: Job, report: StepReport, progress: Progress, log: RunLog, saver:
     if trouble is None or trouble.action != "roll_back":
         log.event(report)
         return progress
-    tell_saved(log, saver.finish())
-    progress = roll_back(job, report.step, trouble)
-    log.event(report, back_to=progress.step)
+    saver.finish()
+    progress = roll_back(job, report.step, trouble, saver.last)
     log.go_on_from(progress.step)
-    log.say(f"rolled back to step {progress.step}; rows that were read since are left out")
+    log.event(report, back_to=progress.step)
+    log.say(f"rolled back to step {progress.step} ({trouble.reason}); rows that were read since are left out")
     return progress
 
 
@@ -146,6 +142,7 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     refuse_ordered_where_states_cannot_be_carried(run)
     if run.logging.tensorboard:
         board_class()
+    refuse_divergence_that_is_not_seen(run)
     tokenizer = load_tokenizer(run.data.tokenizer)
     plant = plant_needles(run.data.needles) if run.data.needles is not None else None
     feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data, plant=plant)
@@ -171,6 +168,17 @@ def refuse_ordered_where_states_cannot_be_carried(run: Run) -> None:
         raise ValueError(
             f'data.packing = "ordered" with parallel.pipeline = {run.parallel.pipeline}: rows that start anew and rows '
             f"that go on are run apart, which needs one stage; set parallel.pipeline to 1, or data.packing to reset"
+        )
+
+
+def refuse_divergence_that_is_not_seen(run: Run) -> None:
+    """Where heads are scanned apart nobody looks inside a memory (`layers.probe`)."""
+    layout = decide_layout(run)
+    if run.training.on_divergence != "ignore" and (layout.carry == "heads" or layout.head_groups > 1):
+        raise ValueError(
+            f"training.on_divergence = {run.training.on_divergence!r}: with parallel.carry {layout.carry} and "
+            f"{layout.head_groups} head groups no memory's norm is recorded; set carry to relay or scan, head_groups "
+            "to 1, or on_divergence to ignore"
         )
 
 

@@ -13,12 +13,13 @@ import os
 import resource
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from .guard import BadStep
 from .trouble import Trouble
 
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
@@ -44,6 +45,7 @@ class StepReport:
     mfu          that over the device's peak, 0 to 1; None where the peak isn't known
     peak_gib     most memory held so far: of the device, or of the process where there is none
     trouble      what was wrong with it, where weights and moments stayed as they were
+    stops        what the run ends with, where that is its policy
     memory       layer name -> quantity -> value, on the steps that record it
     gradients    parameter -> l2 norm of its gradient before clipping, on the steps that record it
     idle         rank by rank the share of the step spent waiting for a neighbour's state; empty where none waits
@@ -60,14 +62,15 @@ class StepReport:
     mfu: float | None = None
     peak_gib: float = 0.0
     trouble: Trouble | None = None
+    stops: BadStep | None = None
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     idle: list[float] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """The object of metrics.jsonl; `skipped`, `memory` and `idle` only where they say something."""
-        values = asdict(self) | {"skipped": self.trouble is not None}
-        del values["gradients"], values["trouble"]
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"skipped": self.trouble is not None}
+        del values["gradients"], values["trouble"], values["stops"]
         return {k: v for k, v in values.items() if k not in ("skipped", "memory", "idle") or v}
 
 
@@ -146,7 +149,7 @@ class RunLog:
         if report.gradients:
             self._write("gradients.jsonl", {"step": report.step, "gradients": report.gradients})
         self._scalars(step_scalars(report), report.step)
-        if report.step % self.every == 0 or report.step in (1, self.steps):
+        if report.step % self.every == 0 or report.step in (1, self.steps) or report.trouble is not None:
             self.say(console_line(report, self.steps, self._pace))
 
     def validation(self, step: int, results: dict[str, Any]) -> None:
@@ -164,10 +167,11 @@ class RunLog:
         trouble = report.trouble
         if not self.writes or trouble is None:
             return
-        self.counts[trouble.action] += 1
         told = asdict(trouble) | {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
         self._write(EVENTS, {"step": report.step} | told | ({} if back_to is None else {"back_to": back_to}))
-        self._scalars({f"trouble/{action}": count for action, count in self.counts.items()}, report.step)
+        self.counts = count_events(self._folder / EVENTS)
+        step = report.step if back_to is None else back_to  # what lies after it is dropped from the board
+        self._scalars({f"trouble/{action}": count for action, count in self.counts.items()}, step)
 
     def say(self, line: str) -> None:
         """One line on the console of rank 0."""
@@ -225,14 +229,15 @@ def console_line(report: StepReport, steps: int, pace: float) -> str:
 
 
 def count_events(path: Path) -> Counter[str]:
-    """Action -> how often the run took it; what is no record doesn't count."""
-    counts: Counter[str] = Counter()
+    """Action -> at how many steps the run took it, however often it was cut; what is no record doesn't count."""
+    seen: set[tuple[int, str]] = set()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            counts[str(json.loads(line)["action"])] += 1
+            record = json.loads(line)
+            seen.add((int(record["step"]), str(record["action"])))
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    return counts
+    return Counter(action for _, action in seen)
 
 
 def drop_after(path: Path, step: int) -> None:

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..parallel.together import gather_objects
 from .checkpoint import Progress, load_checkpoint
-from .checkpoint_folder import latest_checkpoint
 from .guard import BadStep
 from .job import Job
 from .trouble import Trouble
 
 
-def roll_back(job: Job, step: int, trouble: Trouble) -> Progress:
-    """Put the job where its last checkpoint stands, all but the data: rows that were read aren't read again.
+def roll_back(job: Job, step: int, trouble: Trouble, last: Path | None) -> Progress:
+    """Put the job where `last` stands, all but the data: rows that were read aren't read again.
 
+    last  the newest checkpoint of this run, not of its folder: a run that was started from an earlier one has later
+          ones beside it
     Weights, moments and random states are the checkpoint's. Memory states that lanes carry start afresh, since the
     checkpoint's belong to other rows. A collective call. Raises BadStep where there is no checkpoint.
     """
     assert job.feed is not None
-    start = _last(job)
-    if start is None:
+    if last is None:
         raise BadStep(
-            f"step {step}: {trouble.reason}; training.on_{trouble.kind} = roll_back, but run.dir = {job.run.run.dir} "
-            f"holds no checkpoint yet (checkpoint.every = {job.run.checkpoint.every}); save earlier, or skip such steps"
+            f"step {step}: {trouble.reason}; training.on_{trouble.kind} = roll_back, but there is no checkpoint yet "
+            f"(checkpoint.every = {job.run.checkpoint.every}); save earlier, or skip such steps"
         )
-    position = job.feed.position()
-    progress = load_checkpoint(job, start)
+    position, counted = job.feed.position(), job.judge.counted()
+    progress = load_checkpoint(job, last)
+    assert progress.step < step, "a run saves behind itself"
     job.feed.seek(position)
+    job.judge.count_on(counted)
     job.carried.lanes = {}
     return progress
-
-
-def _last(job: Job) -> Path | None:
-    """As rank 0 sees it: a shared disk may show it to the others later."""
-    found: list[Path | None] = gather_objects(job.mesh, latest_checkpoint(job.run.run.dir))
-    return found[0]

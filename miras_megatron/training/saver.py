@@ -1,12 +1,14 @@
 """When checkpoints are written: at once, or behind the steps that follow (checkpoint.background).
 
 Behind, a rank copies what it has to write and trains on while a thread of it writes. The checkpoint gets its name after
-the first step at whose end every rank has written; one is on its way at a time.
+the first step at whose end every rank has written; one is on its way at a time. The thread isn't a daemon: Python waits
+for it at its end, for it would be torn out of torch's writer, and the process would abort instead of telling its code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -15,12 +17,19 @@ from .checkpoint import Progress, Saving
 from .guard import BadStep
 from .job import Job
 
+logger = logging.getLogger(__name__)
+
 
 class Saver:
-    """The checkpoints of a run. All methods are collective calls and raise what `Saving` raises."""
+    """The checkpoints of a run. All methods are collective calls and raise what `Saving` raises.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    last  the newest complete one that this run stands on: where it started, then what it saved
+    """
+
+    def __init__(self, job: Job, start: Path | None, tell: Callable[[Path], None]) -> None:
+        """start: the checkpoint that the run goes on from; tell: is called with every one that is complete."""
+        self.last = start
+        self._job, self._tell = job, tell
         self._saving: Saving | None = None
         self._thread: Thread | None = None
 
@@ -28,35 +37,40 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """A run that the guard stops, on all ranks at once, still completes what it has begun."""
+        """A run that a bad step stops, on all ranks at once, still completes what it has begun."""
         if kind is not None and issubclass(kind, BadStep):
-            list(self.finish())
+            try:
+                self.finish()
+            except ValueError as failed:  # why the run stops is what its user needs first
+                logger.error("%s", failed)
 
-    def save(self, progress: Progress) -> Iterator[Path]:
-        """Begin the checkpoint of `progress`; those that are complete then."""
-        yield from self.finish()
+    def save(self, progress: Progress) -> None:
+        """Begin the checkpoint of `progress`; complete it too, but for checkpoint.background."""
+        self.finish()
         background = self._job.run.checkpoint.background
         self._saving = Saving(self._job, progress, copies=background)
-        self._job.judge.saved()
         if background:
-            self._thread = Thread(target=self._saving.write, name=f"checkpoint {progress.step}", daemon=True)
+            self._thread = Thread(target=self._saving.write, name=f"checkpoint {progress.step}")
             self._thread.start()
         else:
             self._saving.write()
-            yield from self.finish()
+            self.finish()
 
-    def collect(self) -> Iterator[Path]:
-        """The checkpoint that was on its way, where every rank has written its part by now."""
+    def collect(self) -> None:
+        """Complete the checkpoint that is on its way, where every rank has written its part by now."""
         if self._saving is not None and not any_rank(self._job.mesh, self._writes()):
-            yield from self.finish()
+            self.finish()
 
-    def finish(self) -> Iterator[Path]:
-        """The checkpoint that was on its way, waited for."""
+    def finish(self) -> None:
+        """Complete the checkpoint that is on its way, after waiting for it."""
         saving, self._saving = self._saving, None
-        if saving is not None:
-            if self._thread is not None:
-                self._thread.join()
-            yield saving.complete()
+        if saving is None:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        self.last = saving.complete()
+        self._job.judge.saved()
+        self._tell(self.last)
 
     def _writes(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from ..parallel.micro_batches import run_forwards_ahead
-from ..parallel.together import gather_objects, largest, sum_losses
+from ..parallel.together import agreed, gather_objects, largest, sum_losses
 from .batch import Batch, cut_for_rank
 from .gradients import gradient_norms
 from .guard import BadStep, Finding, NotANumber, find_first, probed
@@ -33,7 +33,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
 
     look_inside        also record the inner loop of every memory layer, on the last microbatch
     look_at_gradients  also record the norm of every parameter's gradient
-    A bad step (`Judge`) leaves weights, moments and carried states as they were. Raises BadStep where it is to stop.
+    A bad step (`Judge`) leaves weights, moments and carried states as they were, and is told in the report.
     """
     engine = job.engine
     assert engine is not None and job.feed is not None
@@ -43,8 +43,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
     lr = learning_rate(step, job.run.optimizer, job.run.training.steps)
     engine.begin_step(lr)
     passed = run_microbatches(job, batches, look_inside=look_inside)
-    loss = mean_loss(job, passed)
-    norm = engine.gradient_norm()
+    loss, norm = agreed(job.mesh, mean_loss(job, passed), engine.gradient_norm())
     gradients = gradient_norms(job) if look_at_gradients else {}
     memory = _gather_probes(job, passed.probes) if look_inside else {}
     trouble = job.judge.judge(loss, norm, memory)
@@ -52,8 +51,6 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
         engine.update(norm)
         for lanes, states in passed.states:
             job.carried.keep(lanes, states)
-    elif trouble.action == "stop":
-        raise _stop(job, batches, step, trouble)
     seconds = time.perf_counter() - began
     job.waits = job.mesh.ring.drain_waits()
     tokens = sum(batch.tokens.numel() for batch in batches) * job.mesh.data
@@ -67,6 +64,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
         tokens_per_s=tokens / seconds,
         peak_gib=largest(job.mesh, peak_gib()),
         trouble=trouble,
+        stops=None if trouble is None or trouble.action != "stop" else _stop(job, batches, step, trouble),
         memory=memory,
         gradients=gradients,
         idle=idle_shares(job, seconds),
@@ -193,13 +191,15 @@ def mean_loss(job: Job, passed: Passed) -> float:
 
 
 def _stop(job: Job, batches: list[Batch], step: int, trouble: Trouble) -> BadStep:
-    """What to raise. Where a number is none, the failing microbatches run once more, forward only."""
+    """What the run stops with. Where a number is none, the failing microbatches run once more, forward only."""
     told = f"step {step}: {trouble.reason}; the weights are still those of step {step - 1}\n"
-    if trouble.kind != "nan":
-        field = f"training.on_{trouble.kind}"
-        return BadStep(f"{told}way out: a smaller optimizer.lr or memory.lr_max, a wider bound, or {field}=roll_back")
-    way_out = "\nway out: a smaller optimizer.lr or memory.lr_max, or training.on_nan=skip or roll_back"
-    return NotANumber(f"{told}first wrong: {_first_wrong(job, batches)}{way_out}")
+    nan, policy = trouble.kind == "nan", f"training.on_{trouble.kind}"
+    ways = "a smaller optimizer.lr or memory.lr_max" + ("" if nan else ", a wider bound")
+    if getattr(job.run.training, f"on_{trouble.kind}") == "stop":
+        ways += f", or {policy}=skip or roll_back"
+    if not nan:
+        return BadStep(f"{told}way out: {ways}")
+    return NotANumber(f"{told}first wrong: {_first_wrong(job, batches)}\nway out: {ways}")
 
 
 def _first_wrong(job: Job, batches: list[Batch]) -> str:

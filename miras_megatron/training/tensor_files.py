@@ -28,6 +28,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 Failure = BaseException | None
 
+COPY_AHEAD = 10_000_000
+"""bytes that are copied from a device while others are written: torch's own default"""
+
 
 class _Writer(FileSystemWriter):
     """torch's writer, but the index doesn't name the folder it was written in, which is renamed anyway."""
@@ -39,13 +42,17 @@ class _Writer(FileSystemWriter):
 class TensorFiles:
     """The tensors of one checkpoint on their way to the disk, one file a rank: made, written, then indexed."""
 
-    def __init__(self, tensors: dict[str, Any], folder: Path) -> None:
-        """Plan who writes what. A collective call; rank 0 keeps the plan of the whole."""
+    def __init__(self, tensors: dict[str, Any], folder: Path, *, on_cpu: bool = False) -> None:
+        """Plan who writes what. A collective call; rank 0 keeps the plan of the whole.
+
+        on_cpu  all tensors are: no stream of a device is touched, which a thread would take from device 0
+        """
         self._index: Metadata | None = None
         self._written: list[WriteResult] = []
         self._ranks = _DistWrapper(None, True, 0)
         self._planner = MCoreSavePlanner(flatten_state_dict=False, dedup_replicated_tensors=False)
-        self._writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
+        ahead = 0 if on_cpu else COPY_AHEAD
+        self._writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=ahead)
         self._plan = self._ranks.reduce_scatter("plan", lambda: self._own_plan(tensors), self._whole_plan)
 
     def write(self) -> None:
@@ -96,7 +103,7 @@ class PlannedSave(TorchDistSaveShardedStrategy):  # type: ignore[misc, unused-ig
         tensors = {name: parts for name, parts in grouped.items() if not isinstance(parts[0], ShardedObject)}
         if self.copies:
             tensors = {name: [_copied(part) for part in parts] for name, parts in tensors.items()}
-        self.files = TensorFiles(mcore_to_pyt_state_dict(tensors, False), Path(checkpoint_dir))
+        self.files = TensorFiles(mcore_to_pyt_state_dict(tensors, False), Path(checkpoint_dir), on_cpu=self.copies)
 
 
 def _copied(part: ShardedTensor) -> ShardedTensor:

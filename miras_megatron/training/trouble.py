@@ -22,7 +22,14 @@ WINDOW = 64
 ENOUGH = 16
 """of them, before a spike is called one: the first steps of a run fall fast"""
 
+LONG = 100
+"""steps among which patience counts the bad ones"""
+
 Action = Literal["stop", "skip", "roll_back"]
+
+
+SEVERITY: dict[str, int] = {"skip": 0, "roll_back": 1, "stop": 2}
+"""Of two policies that want different things the stronger wins."""
 
 
 @dataclass(frozen=True)
@@ -39,58 +46,65 @@ class Trouble:
 
 
 class Judge:
-    """Remembers the last good steps of a run and tells a bad one from them.
-
-    bad  steps skipped and rolled back since the last checkpoint
-    """
+    """Remembers the last good steps of a run and tells a bad one from them."""
 
     def __init__(self, settings: Training) -> None:
         self._settings = settings
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)
-        self.bad = 0
+        self._last: deque[bool] = deque(maxlen=LONG)
+        self._since_saved = 0
 
     def judge(self, loss: float, norm: float, memory: Mapping[str, Mapping[str, float]]) -> Trouble | None:
         """What is wrong with a step of `loss` (nats a token) and gradient `norm`; None: it is good, and remembered.
 
         memory  layer -> quantity -> value, empty where the step didn't look inside
         """
-        for kind, wanted, reason in self._complaints(loss, norm, memory):
-            self.bad += 1
-            patience = self._settings.patience
-            if wanted != "stop" and patience and self.bad > patience:
-                told = f"{reason}; {patience} steps since the last checkpoint were bad before it (training.patience)"
-                return Trouble(kind, told, "stop")
-            return Trouble(kind, reason, wanted)
-        self._losses.append(loss)
-        self._norms.append(norm)
-        return None
+        worst = max(self._complaints(loss, norm, memory), key=lambda found: SEVERITY[found.action], default=None)
+        self._last.append(worst is not None)
+        if worst is None:
+            self._losses.append(loss)
+            self._norms.append(norm)
+            return None
+        self._since_saved += 1
+        patience = self._settings.patience
+        if worst.action != "stop" and patience and max(self._since_saved, sum(self._last)) > patience:
+            told = f"{worst.reason}; training.patience = {patience} bad steps among the last {LONG}, or since the last"
+            return Trouble(worst.kind, f"{told} checkpoint, were there before it", "stop")
+        return worst
 
     def saved(self) -> None:
-        """A checkpoint was begun: the run got on."""
-        self.bad = 0
+        """A checkpoint is complete: the run got on."""
+        self._since_saved = 0
 
-    def recent(self) -> dict[str, list[float]]:
-        """What it remembers, for a checkpoint."""
-        return {"losses": list(self._losses), "norms": list(self._norms)}
+    def counted(self) -> tuple[list[bool], int]:
+        """The bad steps that patience counts; a roll back doesn't undo them."""
+        return list(self._last), self._since_saved
+
+    def count_on(self, counted: tuple[list[bool], int]) -> None:
+        """Go on from `counted()`."""
+        self._last, self._since_saved = deque(counted[0], maxlen=LONG), counted[1]
+
+    def recent(self) -> dict[str, Any]:
+        """What it remembers, for a checkpoint; which is saved then."""
+        return {"losses": list(self._losses), "norms": list(self._norms), "bad": list(self._last)}
 
     def remember(self, recent: Mapping[str, Any]) -> None:
         """Go on from `recent()`; empty where a checkpoint has none."""
         self._losses = deque(map(float, recent.get("losses", ())), maxlen=WINDOW)
         self._norms = deque(map(float, recent.get("norms", ())), maxlen=WINDOW)
+        self.count_on((list(map(bool, recent.get("bad", ()))), 0))
 
-    def _complaints(
-        self, loss: float, norm: float, memory: Mapping[str, Mapping[str, float]]
-    ) -> Iterator[tuple[str, Action, str]]:
-        """(kind, action, reason) of everything that is wrong and not to be ignored, the worst first."""
+    def _complaints(self, loss: float, norm: float, memory: Mapping[str, Mapping[str, float]]) -> Iterator[Trouble]:
+        """Everything that is wrong and not to be ignored."""
         settings = self._settings
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            yield "nan", settings.on_nan, f"loss is {loss}, gradient norm is {norm}"
+            yield Trouble("nan", f"loss is {loss}, gradient norm is {norm}", settings.on_nan)
             return
         if settings.on_divergence != "ignore" and (reason := self._divergence(memory)):
-            yield "divergence", settings.on_divergence, reason
+            yield Trouble("divergence", reason, settings.on_divergence)
         if settings.on_spike != "ignore" and (reason := self._spike(loss, norm)):
-            yield "spike", settings.on_spike, reason
+            yield Trouble("spike", reason, settings.on_spike)
 
     def _divergence(self, memory: Mapping[str, Mapping[str, float]]) -> str:
         limit = self._settings.state_norm_limit

@@ -13,13 +13,14 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 from miras_megatron.training.checkpoint_folder import (
     NEEDED,
     _IndexReader,
+    begin_checkpoint,
+    complete_checkpoint,
     complete_checkpoints,
     damaged_files,
     describe,
     find_checkpoint,
     keep_newest,
     latest_checkpoint,
-    new_checkpoint,
     read_index,
     read_manifest,
     read_plain,
@@ -35,11 +36,11 @@ def nothing():
 
 
 def save(run_dir, step, content="weights"):
-    with new_checkpoint(run_dir, step, 0, nothing) as folder:
-        for name in ("data", "__0_0.distcp", *NEEDED):
-            (folder / name).write_text(content)
-        write_manifest(folder, step, {path.name: describe(path) for path in folder.iterdir()})
-    return run_dir / "checkpoints" / f"step_{step:08d}"
+    folder = begin_checkpoint(run_dir, step, 0, nothing)
+    for name in ("data", "__0_0.distcp", *NEEDED):
+        (folder / name).write_text(content)
+    write_manifest(folder, step, {path.name: describe(path) for path in folder.iterdir()})
+    return complete_checkpoint(run_dir, step, 0, nothing)
 
 
 class Bomb:
@@ -59,9 +60,7 @@ def test_the_newest_is_found(tmp_path):
 def test_a_save_that_fails_leaves_the_one_before(tmp_path):
     """A full disk in the middle of a save must not cost the run."""
     save(tmp_path, 5)
-    with pytest.raises(OSError), new_checkpoint(tmp_path, 10, 0, nothing) as folder:
-        (folder / "data").write_text("half")
-        raise OSError("no space left")
+    (begin_checkpoint(tmp_path, 10, 0, nothing) / "data").write_text("half")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_00000005"]
     assert latest_checkpoint(tmp_path).name == "step_00000005"
     save(tmp_path, 10)

@@ -1,9 +1,13 @@
 """A run that goes back to its last checkpoint is the run from that checkpoint, over the rows that come next."""
 
+import os
+import signal
+
 import pytest
 from helpers.same_run import assert_same_run
 from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.feed import Feed
@@ -20,7 +24,6 @@ def complain_once(at, kind="spike"):
     def judged(self, loss, norm, memory):
         calls.append(loss)
         if len(calls) == at:
-            self.bad += 1
             return Trouble(kind, "made up", "roll_back")
         return judge(self, loss, norm, memory)
 
@@ -88,12 +91,51 @@ def test_states_that_lanes_carry_start_afresh(tmp_path, monkeypatch, caplog):
     assert "go on inside a document without their state" in caplog.text
 
 
+def test_it_never_goes_forward(tmp_path, monkeypatch, capsys):
+    """Who has gone back to step 5 by hand, since step 10 had diverged, must not be put onto step 10 again."""
+    assert main(tiny_config(tmp_path, **BASE)) == 0
+    again = f"--checkpoint.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000005'}"
+    capsys.readouterr()
+    monkeypatch.setattr(Judge, "judge", complain_once(2))
+    assert main([*tiny_config(tmp_path, **BASE), again]) == 0
+    assert "rolled back to step 5 (made up)" in capsys.readouterr().out
+    assert [step for step, _, _ in learned(tmp_path / "run")] == list(range(1, 11))
+
+
+def test_a_roll_back_stays_on_the_board_and_in_the_records(tmp_path, monkeypatch, capsys):
+    """What is dropped from the curves must not take with it why; validations of the way back go, too."""
+    monkeypatch.setattr(Judge, "judge", complain_once(8))
+    changes = BASE | {"evaluate__every": 1, "data__split": "75,25,0", "logging__every": 100}
+    assert main(tiny_config(tmp_path, **changes, logging__tensorboard="true")) == 0
+    board = EventAccumulator(str(tmp_path / "run" / "tb")).Reload()
+    assert [event.value for event in board.Scalars("trouble/roll_back")] == [1.0]
+    assert [record["step"] for record in records(tmp_path / "run", "validation.jsonl")] == list(range(1, 11))
+    told = capsys.readouterr().out
+    assert "step  8/10" in told and "ROLLED BACK (spike): made up" in told and "10 steps, 1 roll back" in told
+
+
+def test_a_signal_is_heard_on_the_way_back(tmp_path, monkeypatch, capsys):
+    """The time limit doesn't wait until a run gets on."""
+    complain = complain_once(7)
+
+    def judged(self, loss, norm, memory):
+        found = complain(self, loss, norm, memory)
+        if found is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(Judge, "judge", judged)
+    assert main(tiny_config(tmp_path, **BASE)) == 0
+    assert "stopped by SIGTERM after step 5; run again to go on" in capsys.readouterr().out
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000005"]
+
+
 def test_where_there_is_no_checkpoint_it_stops(tmp_path, monkeypatch, capsys):
     """Going back to random weights is no policy anybody chose."""
     monkeypatch.setattr(Judge, "judge", complain_once(2))
     assert main(tiny_config(tmp_path, **BASE)) == 3
     error = capsys.readouterr().err
-    assert "holds no checkpoint yet (checkpoint.every = 5)" in error and "Traceback" not in error
+    assert "there is no checkpoint yet (checkpoint.every = 5)" in error and "Traceback" not in error
 
 
 def test_a_run_that_comes_to_the_same_end_again_and_again_stops(tmp_path, capsys):
@@ -103,4 +145,8 @@ def test_a_run_that_comes_to_the_same_end_again_and_again_stops(tmp_path, capsys
     assert main(tiny_config(tmp_path, **(BASE | changes), **policy)) == 3
     assert "training.patience" in capsys.readouterr().err
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000001"]
-    assert [event["action"] for event in records(tmp_path / "run", "events.jsonl")] == ["roll_back"] * 2
+    assert [event["action"] for event in records(tmp_path / "run", "events.jsonl")] == [
+        "roll_back",
+        "roll_back",
+        "stop",
+    ]

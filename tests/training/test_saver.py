@@ -1,7 +1,11 @@
 """Checkpoints that are written behind the run: the same as those it waits for, and never half of one."""
 
 import json
+import os
 import resource
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,6 +13,7 @@ from helpers.same_run import assert_same_run
 from helpers.tiny_run import tiny_config, train_here
 from helpers.worlds import run_world
 
+from miras_megatron.training import loop
 from miras_megatron.training.checkpoint import Saving
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.main import main
@@ -90,3 +95,55 @@ def test_a_run_that_the_guard_stops_completes_what_it_has_begun(tmp_path, monkey
     changes = {"optimizer__lr": "1e30", "optimizer__warmup_steps": 0, "checkpoint__background": "true"}
     assert main(tiny_config(tmp_path, **(BEHIND | {"checkpoint__every": 1}), **changes)) == 3
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000001"]
+
+
+def test_a_signal_waits_for_what_is_on_its_way(tmp_path, monkeypatch):
+    """Two checkpoints at once would share a folder; both must be whole when the process is gone."""
+    monkeypatch.setattr(Saving, "write", write_late(1))
+    step = loop.train_step
+
+    def interrupted(job, number, **options):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(job, number, **options)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    assert main(tiny_config(tmp_path, **BEHIND, checkpoint__background="true")) == 0
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002", "step_00000003"]
+
+
+FAILS = """
+import sys
+from miras_megatron.parallel.lost import RankLost
+from miras_megatron.training import loop
+from miras_megatron.training.checkpoint import Saving
+from miras_megatron.training.main import main
+
+write, step = Saving.write, loop.train_step
+
+def slow(self):
+    for _ in range(100):
+        write(self)
+
+def fails(job, number, **options):
+    if number == 3:
+        raise RankLost("made up")
+    return step(job, number, **options)
+
+Saving.write, loop.train_step = slow, fails
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_exit_code_is_told_while_a_checkpoint_is_on_its_way(tmp_path):
+    """A process that aborts in its writer's thread tells the scheduler of a crash that never was, and leaves a core."""
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        FAILS,
+        *tiny_config(tmp_path, **BEHIND, checkpoint__background="true"),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "made up" in done.stderr) == (4, True), done.stderr

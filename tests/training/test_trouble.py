@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from miras_megatron.config.schema import Training
-from miras_megatron.training.trouble import ENOUGH, WINDOW, Judge
+from miras_megatron.training.trouble import ENOUGH, LONG, WINDOW, Judge
 
 WATCHFUL = Training(on_spike="skip", on_divergence="roll_back", patience=3)
 
@@ -55,7 +55,8 @@ def test_a_bad_step_is_no_measure_for_the_next():
     judge = seasoned()
     before = judge.recent()
     assert judge.judge(9.0, 0.5, {}) is not None
-    assert judge.recent() == before
+    after = judge.recent()
+    assert (after["losses"], after["norms"]) == (before["losses"], before["norms"])
     assert judge.judge(3.0, 0.5, {}) is None
 
 
@@ -68,15 +69,44 @@ def test_a_memory_that_runs_away_is_named(norm):
     assert "layer_4" in trouble.reason and "training.state_norm_limit = 1000" in trouble.reason
 
 
-def test_patience_ends_and_is_new_after_a_checkpoint():
+def test_patience_ends():
     """A run that skips for ever burns a cluster for nothing."""
     judge = seasoned()
     actions = [judge.judge(9.0, 0.5, {}).action for _ in range(4)]
     assert actions == ["skip", "skip", "skip", "stop"]
-    judge.saved()
-    assert judge.judge(9.0, 0.5, {}).action == "skip"
     endless = seasoned(replace(WATCHFUL, patience=0))
     assert {endless.judge(9.0, 0.5, {}).action for _ in range(50)} == {"skip"}
+
+
+def test_checkpoints_give_no_new_patience_while_most_steps_are_bad():
+    """Saved every other step, a run whose every update is left out would go on to its end and say done."""
+    judge = seasoned()
+    for _ in range(3):
+        assert judge.judge(9.0, 0.5, {}).action == "skip"
+        judge.saved()
+    assert judge.judge(9.0, 0.5, {}).action == "stop"
+    for _ in range(LONG):
+        assert judge.judge(3.0, 0.5, {}) is None
+    judge.saved()
+    assert judge.judge(9.0, 0.5, {}).action == "skip"
+
+
+def test_bad_steps_far_apart_count_from_one_checkpoint_to_the_next():
+    """A run that rolls back again and again over the same long way never gets on."""
+    judge = seasoned()
+    actions = []
+    for _ in range(4):
+        actions.append(judge.judge(9.0, 0.5, {}).action)
+        assert all(judge.judge(3.0, 0.5, {}) is None for _ in range(LONG))
+    assert actions == ["skip", "skip", "skip", "stop"]
+
+
+def test_of_two_policies_the_stronger_wins():
+    """A run that is to stop at a spike must not skip it because a memory is large, too."""
+    memory = {"layer_1": {"state_norm": 1e9}}
+    judge = seasoned(replace(WATCHFUL, on_spike="stop", on_divergence="skip"))
+    assert judge.judge(9.0, 0.5, memory).action == "stop"
+    assert judge.judge(3.0, 0.5, memory).action == "skip"
 
 
 def test_what_it_remembers_goes_into_a_checkpoint():
@@ -84,5 +114,9 @@ def test_what_it_remembers_goes_into_a_checkpoint():
     judge = Judge(WATCHFUL)
     judge.remember(seasoned(steps=WINDOW + 9).recent())
     assert judge.judge(4.5, 0.5, {}) is not None
+    assert [judge.judge(4.5, 0.5, {}).action for _ in range(2)] == ["skip", "skip"]
+    other = Judge(WATCHFUL)
+    other.remember(judge.recent())  # bad steps count on after a cut
+    assert other.judge(4.5, 0.5, {}).action == "stop"
     judge.remember({})
     assert judge.judge(4.5, 0.5, {}) is None
