@@ -76,7 +76,7 @@ AT_LEAST_ZERO = (
     "model.persistent_tokens model.memory_tokens model.conv data.workers optimizer.min_lr optimizer.warmup_steps "
     "optimizer.weight_decay optimizer.clip checkpoint.every checkpoint.keep logging.memory_every "
     "logging.gradients_every logging.trace_step logging.profile_start evaluate.every evaluate.position_buckets "
-    "training.seed training.patience data.seed"
+    "training.seed training.patience training.watchdog data.seed"
 ).split()
 AT_MOST: dict[str, tuple[int, str]] = {
     "training.seed": (2**43, "each layer's generator is seeded by a multiple of it, below 2^64"),
@@ -84,6 +84,7 @@ AT_MOST: dict[str, tuple[int, str]] = {
     "training.steps": (99_999_999, "checkpoints are named by eight digits"),
     "data.workers": (1024, "each is a thread of every rank"),
     "parallel.timeout": (10_000_000, "seconds; that is 116 days"),
+    "training.watchdog": (10_000_000, "seconds; that is 116 days"),
 }
 """Field -> the largest value, and why there is one."""
 FRACTIONS = "memory.lr_init memory.momentum_init optimizer.beta1 optimizer.beta2".split()

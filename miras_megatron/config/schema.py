@@ -317,6 +317,9 @@ class Training:
     """mean Frobenius norm of a head's memory (metrics.jsonl: state_norm) above which it has run away"""
     patience: int = 10
     """bad steps among the last 100, or since the last checkpoint, after which the run stops; 0 = it never does"""
+    watchdog: float = 540.0
+    """seconds without a sign of life after which a step, evaluation or save ends the run, with every rank's stack in
+    RUN/stuck_step_N.txt; each layer that is passed is a sign. Below parallel.timeout, which tells less; 0 = off"""
     recompute: bool = False
     """each layer is computed again in the backward pass: less memory, a third more work"""
     cpu_kernel: bool = True
@@ -464,6 +467,7 @@ CHANGEABLE_ON_RESUME = (
     "training.steps",
     "training.micro_batch",
     "training.on_nan",
+    "training.watchdog",
     "training.on_spike",
     "training.spike_loss",
     "training.spike_norm",

@@ -19,6 +19,7 @@ from miras_megatron.config.schema import Parallel
 
 from .exchange import Edges, StateRing
 from .lost import RankLost, as_loss, tell_cause, with_first_cause
+from .notices import Notices
 from .rendezvous import RankInfo
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -147,6 +148,13 @@ class ParallelMesh:
         if self._barriers > 1:
             # Everybody is past the barrier before this one, so nobody will ask for its mark any more.
             store.delete_key(f"barrier_{self._barriers - 1}_{self.rank}")
+
+    def open_notices(self) -> Notices | None:
+        """A connection of its own to the store where the ranks met; None where the process group is somebody else's."""
+        if not self._owns_world:
+            return None
+        store = STORES.distributed_c10d._get_default_store().clone()
+        return Notices(STORES.PrefixStore("notices", store), _keeper(self.info))
 
     def seed(self, seed: int) -> None:
         """Seed every generator of this rank: python, numpy, torch, and core's tracker of named random states.

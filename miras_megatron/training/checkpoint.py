@@ -44,6 +44,7 @@ from .checkpoint_folder import (
 from .engine_core import put_weights
 from .job import Job
 from .run_folder import stored_form
+from .signs import alive
 from .tensor_files import PlannedSave
 
 COMMON = ("step", "tokens", "updates", "tokenizer", "data", "lanes", "lane_layouts", "recent")
@@ -70,6 +71,7 @@ class Saving:
         Raises ValueError where the disk doesn't take it; the checkpoints before stay.
         """
         assert job.engine is not None
+        alive("saving a checkpoint")
         self._job, self.step = job, progress.step
         self._failure: BaseException | None = None
         self._described: dict[str, dict[str, Any]] = {}
@@ -96,6 +98,7 @@ class Saving:
 
         Raises ValueError where the disk didn't take it on any rank; the checkpoints before stay.
         """
+        alive("saving a checkpoint")
         rank, keep = self._job.mesh.rank, self._job.run.checkpoint.keep
         self._job.mesh.barrier("writing a checkpoint")  # names who hangs; what follows would only say that one does
         with self._told():

@@ -17,6 +17,7 @@ from ..parallel.together import sum_losses
 from .batch import Batch
 from .data import Batches, build_batches
 from .job import Job
+from .signs import alive
 from .step import run_microbatches
 from .token_sizes import count_bytes
 from .tokenizer import Tokenizer
@@ -43,6 +44,7 @@ def evaluate(job: Job, batches: Batches) -> dict[str, Any]:
     model.eval()
     totals = torch.zeros(3 + 2 * buckets, dtype=torch.float64, device=job.mesh.device)
     for number in range(count):
+        alive("validating")
         passed = run_microbatches(
             job, [batches.batch(number)], training=False, measure=lambda b, x: measure(b, x, job.tokenizer, buckets)
         )

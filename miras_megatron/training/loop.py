@@ -32,10 +32,12 @@ from .profile import profile_window
 from .roll_back import roll_back
 from .run_folder import claimed_folder, find_start
 from .saver import Saver
+from .signs import give_signs
 from .step import train_step
 from .stop import listen_for_stop
 from .tokenizer import load_tokenizer
 from .tokenizer import with_vocabulary as with_vocabulary
+from .watchdog import watched
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ def train(run: Run, source: str) -> int:
 
     Raises ValueError for what a user can mend, BadStep where one stops the run.
     """
-    with core_without_cuda(), ParallelMesh(run.parallel, find_rank(), timeout=run.parallel.timeout) as mesh:
+    parallel = run.parallel
+    with core_without_cuda(), ParallelMesh(parallel, find_rank(), timeout=parallel.timeout) as mesh, watched(run, mesh):
         check_run(run, source, mesh.world_size)
         block_spec(run)  # what only the rule knows is refused here, before anything is written
         run = with_vocabulary(run)
@@ -151,6 +154,7 @@ def build_job(run: Run, mesh: ParallelMesh) -> Job:
     settle_process(run, mesh)
     with told_where_memory_is_short():
         model = build_model(run, mesh)
+        give_signs(model)
         engine = make_engine(run, model, mesh)
     return Job(run, mesh, tokenizer, model, model.config, engine, feed, validation)
 

@@ -25,6 +25,7 @@ from .job import Job
 from .loss import summed_loss
 from .metrics import StepReport, peak_gib
 from .schedule import learning_rate
+from .signs import alive
 from .trouble import Trouble
 
 
@@ -38,6 +39,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
     engine = job.engine
     assert engine is not None and job.feed is not None
     began = time.perf_counter()
+    alive(f"step {step}", step)
     job.mesh.ring.drain_waits()
     batches = job.feed.step(step)
     lr = learning_rate(step, job.run.optimizer, job.run.training.steps)

@@ -22,9 +22,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
+
+from .signs import alive
 
 Failure = BaseException | None
 
@@ -39,6 +41,14 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
+class _Planner(MCoreSavePlanner):  # type: ignore[misc, unused-ignore]
+    """core's planner; every tensor that goes to the disk is a sign of life: the main thread waits for the writing."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        alive()
+        return super().resolve_data(write_item)
+
+
 class TensorFiles:
     """The tensors of one checkpoint on their way to the disk, one file a rank: made, written, then indexed."""
 
@@ -50,7 +60,7 @@ class TensorFiles:
         self._index: Metadata | None = None
         self._written: list[WriteResult] = []
         self._ranks = _DistWrapper(None, True, 0)
-        self._planner = MCoreSavePlanner(flatten_state_dict=False, dedup_replicated_tensors=False)
+        self._planner = _Planner(flatten_state_dict=False, dedup_replicated_tensors=False)
         ahead = 0 if on_cpu else COPY_AHEAD
         self._writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=ahead)
         self._plan = self._ranks.reduce_scatter("plan", lambda: self._own_plan(tensors), self._whole_plan)
