@@ -9,6 +9,8 @@ everything. What a rank prints lies in folder/rank0.out and .err. Nobody outlive
 
 from __future__ import annotations
 
+import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -18,9 +20,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from unittest import mock
 
 START_DEADLINE = 240.0
 """seconds until the imports are done, on a busy machine"""
@@ -31,13 +35,14 @@ class Fault:
     """What befalls a rank, and when.
 
     at      "sign": at the `number`-th sign of life; "file": before the `number`-th change in the checkpoints' folder
-    does    kill: SIGKILL; stop: SIGSTOP; loop: the main thread loops in Python for ever
+    does    kill: SIGKILL; stop: SIGSTOP; loop: the main thread loops in Python for ever; fill: the disk is full from
+            then on, so that no file or folder can be made there
     later   seconds between the moment and a kill, so that it falls into a write
     """
 
     at: Literal["sign", "file"]
     number: int
-    does: Literal["kill", "stop", "loop"]
+    does: Literal["kill", "stop", "loop", "fill"]
     later: float = 0.0
 
 
@@ -74,6 +79,11 @@ class Ranks:
         path = self.folder / "moment.txt"
         return path.read_text() if path.exists() else ""
 
+    def moments(self, rank: int) -> dict[str, int]:
+        """How many moments of each kind a rank has had, where `counted`."""
+        counts: dict[str, int] = json.loads((self.folder / f"moments{rank}.json").read_text())
+        return counts
+
     def __enter__(self) -> Ranks:
         return self
 
@@ -90,16 +100,20 @@ def start_ranks(
     faults: Mapping[int, Fault] | None = None,
     *,
     largest_file: int | None = None,
+    counted: bool = False,
 ) -> Ranks:
     """Start `size` ranks of `miras-train argv`.
 
     folder        of their output; of each start its own
     faults        rank -> what befalls it
     largest_file  bytes that a file may have (RLIMIT_FSIZE), as on a disk that is full
+    counted       moments at which a fault could come are counted
     """
     folder.mkdir(parents=True)
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["helpers.ranks_imports"])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):  # it knows no other path by itself
+        forkserver.ensure_running()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -108,14 +122,19 @@ def start_ranks(
         here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         fault = (faults or {}).get(rank)
-        process = context.Process(target=_rank, args=(argv, here | there, str(folder), fault, largest_file))
+        process = context.Process(target=_rank, args=(argv, here | there, str(folder), fault, largest_file, counted))
         process.start()
         ranks.processes.append(process)
     return ranks
 
 
 def _rank(
-    argv: list[str], environment: dict[str, str], folder: str, fault: Fault | None, largest_file: int | None
+    argv: list[str],
+    environment: dict[str, str],
+    folder: str,
+    fault: Fault | None,
+    largest_file: int | None,
+    counted: bool,
 ) -> None:
     """A rank's life."""
     os.environ.update(environment)
@@ -127,28 +146,34 @@ def _rank(
     import torch
 
     from miras_megatron.training.main import main
+    from miras_megatron.training.signs import SIGNS
 
     torch.set_num_threads(1)
-    if fault is not None:
-        _await(fault, f"{folder}/moment.txt")
+    seen = [0]
+    if fault is not None or counted:
+        _await(fault or Fault("file", 0, "kill"), f"{folder}/moment.txt", seen)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    sys.exit(main(argv))
+    code = main(argv)
+    if counted:
+        moments = {"sign": SIGNS.count, "file": seen[0]}
+        Path(f"{folder}/moments{environment['RANK']}.json").write_text(json.dumps(moments))
+    sys.exit(code)
 
 
-def _await(fault: Fault, moment: str) -> None:
-    """Let the fault come at its time."""
+def _await(fault: Fault, moment: str, seen: list[int]) -> None:
+    """Let the fault come at its time; changes of the checkpoints' folder are counted in `seen`."""
     from miras_megatron.training import signs
 
     if fault.at == "file":
-        seen = 0
 
         def hook(event: str, args: tuple[Any, ...]) -> None:
-            nonlocal seen
             if what := change_of_checkpoints(event, args):
-                seen += 1
-                if seen == fault.number:
+                seen[0] += 1
+                if seen[0] == fault.number:
                     befall(fault, f"before {what}", moment)
+                if fault.does == "fill" and seen[0] >= fault.number and event in ("open", "os.mkdir"):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), what)
 
         sys.addaudithook(hook)
         return
@@ -186,7 +211,7 @@ def befall(fault: Fault, when: str, moment: str) -> None:
         threading.Timer(fault.later, os.kill, (os.getpid(), signal.SIGKILL)).start()
     elif fault.does == "loop":
         loop_for_ever()
-    else:
+    elif fault.does != "fill":
         os.kill(os.getpid(), signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
 
 
