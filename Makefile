@@ -14,11 +14,12 @@ export OMP_NUM_THREADS ?= 1
 HF_OTHERS = 4.57.6 5.0.0
 HF_NEWEST = 5.24.0
 
-.PHONY: help venv run test test-slurm test-full test-core-latest test-transformers smoke-gpu check bench clean
+.PHONY: help venv run test test-faults test-slurm test-full test-core-latest test-transformers smoke-gpu check bench clean
 
 help:
 	@echo "make run               train the quickstart model, show what it learned (minutes)"
 	@echo "make test              checks and tests (minutes)"
+	@echo "make test-faults       ranks stopped and killed, files damaged, full disks (a quarter of an hour)"
 	@echo "make test-slurm        jobs of a real Slurm on this host (needs root, installs slurm-wlm and munge; minutes)"
 	@echo "make test-full         the full test matrices too (about an hour)"
 	@echo "make check             format, lint, types, architecture (a minute)"
@@ -50,6 +51,9 @@ check: $(READY)
 
 test: check
 	$(PYTEST) $(TWO) --durations=20
+
+test-faults: $(READY)
+	$(PYTEST) -m "faults and not full" tests/faults -rP --durations=20
 
 # A Slurm of its own for the tests: the packages' own services aren't used.
 test-slurm: $(READY)

@@ -177,8 +177,15 @@ def _ranks(run: Run, world_size: int) -> Problems:
         nearest = max(1, round(training.global_batch / rows)) * rows
         yield (
             f"training.global_batch = {training.global_batch}: not a multiple of training.micro_batch x "
-            f"data-parallel ranks = {rows}; nearest {nearest}"
+            f"data-parallel ranks = {rows}; nearest {nearest}{_ranks_that_fit(run, world_size)}"
         )
+
+
+def _ranks_that_fit(run: Run, world_size: int) -> str:
+    """For a run that goes on and may not change its batch: how many ranks share it, at most as many as there are."""
+    batch, rows = run.training.global_batch, run.training.micro_batch
+    fit = [ranks for ranks in range(1, run.data_ranks(world_size)) if batch % (rows * ranks) == 0]
+    return f"; or keep it and start {fit[-1] * run.parallel.model_ranks} rank(s)" if fit else ""
 
 
 def _data(run: Run) -> Problems:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import random
 import time
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy
@@ -147,7 +148,8 @@ class ParallelMesh:
             raise RankLost(with_first_cause(own)) from error
         if self._barriers > 1:
             # Everybody is past the barrier before this one, so nobody will ask for its mark any more.
-            store.delete_key(f"barrier_{self._barriers - 1}_{self.rank}")
+            with suppress(RuntimeError):  # its keeper may have died since: the next wait tells
+                store.delete_key(f"barrier_{self._barriers - 1}_{self.rank}")
 
     def open_notices(self) -> Notices | None:
         """A connection of its own to the store where the ranks met; None where the process group is somebody else's."""

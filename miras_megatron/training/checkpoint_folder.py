@@ -93,10 +93,13 @@ def complete_checkpoints(run_dir: Path | str) -> list[Path]:
 
 
 def latest_checkpoint(run_dir: Path | str) -> Path | None:
-    """The checkpoint that `latest` names, else the newest complete one, else None."""
+    """The checkpoint that `latest` names, else the newest complete one, else None.
+
+    One that is there but lost its manifest is damaged: whoever reads it is told, instead of going on from an older one.
+    """
     folder = folder_of(run_dir)
     named = folder / _named_latest(folder)
-    if named != folder and (named / MANIFEST).is_file():
+    if named != folder and named.is_dir():
         return named
     found = complete_checkpoints(run_dir)
     return found[-1] if found else None
@@ -199,7 +202,12 @@ def describe(path: Path) -> dict[str, Any]:
 def write_manifest(folder: Path, step: int, files: dict[str, dict[str, Any]]) -> None:
     """Write the manifest over `files` (name -> `describe`)."""
     content = {"format": FORMAT, "step": step, "files": dict(sorted(files.items()))}
-    write_atomically(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps(content | {"sha256": _digest(content)}, indent=1))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """SHA-256 of what a manifest says, so that a flipped bit in it isn't blamed on another file."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -209,12 +217,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         version = int(manifest["format"])
         if not isinstance(manifest["files"], dict):
             raise TypeError("files")
+        digest = manifest.pop("sha256", None)  # older ones have none
+    except FileNotFoundError:
+        raise _damaged(folder, MANIFEST, "is missing") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise _damaged(folder, MANIFEST, f"can't be read ({type(e).__name__})") from None
     if version > FORMAT:
         raise ValueError(
             f"{folder}: checkpoint format {version}, this version reads up to {FORMAT}; update miras-megatron"
         )
+    if digest is not None and digest != _digest(manifest):
+        raise _damaged(folder, MANIFEST, "has changed since it was written")
     _refuse_gaps(folder, manifest["files"])
     return manifest
 
@@ -249,17 +262,18 @@ def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 def refuse_damaged(folder: Path, problems: list[str]) -> None:
     """Raise ValueError for what `damaged_files` found on any rank."""
     if problems:
-        others = [path.name for path in complete_checkpoints(folder.parent.parent) if path != folder]
-        way_out = (
-            f"go on from an earlier one with --resume {folder.parent / others[-1]}"
-            if others
-            else "there is no earlier one"
-        )
-        raise ValueError("damaged checkpoint: " + "; ".join(sorted(problems)) + f"; {way_out}")
+        raise ValueError("damaged checkpoint: " + "; ".join(sorted(problems)) + f"; {_way_out(folder)}")
+
+
+def _way_out(folder: Path) -> str:
+    others = [path.name for path in complete_checkpoints(folder.parent.parent) if path != folder]
+    if not others:
+        return "there is no earlier one"
+    return f"go on from an earlier one with --resume {folder.parent / others[-1]}"
 
 
 def _damaged(folder: Path, name: str, reason: str) -> ValueError:
-    return ValueError(f"damaged checkpoint: {folder / name} {reason}; go on from an earlier one with --resume PATH")
+    return ValueError(f"damaged checkpoint: {folder / name} {reason}; {_way_out(folder)}")
 
 
 # -- what may be unpickled ---------------------------------------------------------------------------
@@ -330,9 +344,16 @@ def write_plain(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_into(file: IO[bytes], content: Any) -> None:
-    """torch.save, which raises OSError where the disk is full: its own complaint is of a position in a stream."""
-    try:
+    """torch.save, which raises OSError where the disk is full."""
+    with as_the_system_says():
         torch.save(content, file)
+
+
+@contextmanager
+def as_the_system_says() -> Iterator[None]:
+    """Inside, torch.save raises OSError where the disk is full: its own complaint is of a position in a stream."""
+    try:
+        yield
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None

@@ -2,11 +2,12 @@
 
 Several ranks: torchrun --nproc-per-node N --no-python miras-train CONFIG. Exit codes: 0 done, or saved after
 SIGTERM or SIGUSR1; 2 something to mend in configuration, data or checkpoint; 3 stopped by the number guard;
-4 another rank was lost.
+4 another rank was lost, or a step hung (training.watchdog).
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,9 @@ from .stop import ended_by_sigterm
 
 SHORT = {"resume": "checkpoint.resume", "init-from": "training.init_from", "init_from": "training.init_from"}
 """Short names of fields on the command line."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where a disk takes no more: of records, since a save says so itself."""
 
 SWITCHES = {"dry-run": "check the configuration and print sizes, memory a rank and tokens a step; trains nothing"}
 
@@ -71,6 +75,12 @@ def run_training(run: Run, source: str) -> int:
     except RankLost as lost:
         print(f"miras-train: {lost}", file=sys.stderr, flush=True)
         return 4
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        way_out = "make room there, and run again to go on from the latest checkpoint"
+        print(f"miras-train: run.dir = {run.run.dir}: {error.strerror}; {way_out}", file=sys.stderr, flush=True)
+        return 2
 
 
 def one_message(name: str, work: Callable[[], int]) -> int:

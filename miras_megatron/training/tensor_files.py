@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from .checkpoint_folder import as_the_system_says
 from .signs import alive
 
 Failure = BaseException | None
@@ -67,7 +68,8 @@ class TensorFiles:
 
     def write(self) -> None:
         """Write this rank's file, down to the disk. Raises what the disk raises."""
-        self._written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner).value()
+        with as_the_system_says():
+            self._written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner).value()
 
     def finish(self, failure: Failure) -> None:
         """Write the index, rank 0 for all. A collective call.

@@ -29,7 +29,7 @@ SEEDS = [pytest.param(seed, marks=[pytest.mark.full] * (seed >= len(LAYOUTS))) f
 
 RUN = {"training__steps": 6, "checkpoint__every": 2, "checkpoint__keep": 2, "parallel__timeout": 60}
 
-DEADLINE = 120.0
+DEADLINE = 240.0
 """seconds for one start, on a busy machine"""
 
 TIMES = {"seconds", "tokens_per_s", "tflops", "mfu", "peak_gib", "idle"}
