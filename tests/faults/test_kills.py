@@ -19,7 +19,11 @@ pytestmark = pytest.mark.faults
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2 data": {"training__micro_batch": 1},
-    "2 data, shared moments": {"training__micro_batch": 1, "optimizer__distributed": "true"},
+    "2 data, written behind": {
+        "training__micro_batch": 1,
+        "optimizer__distributed": "true",
+        "checkpoint__background": "true",
+    },
     "2 tensor": {"parallel__tensor": 2},
     "2 pipeline": {"parallel__pipeline": 2},
     "2 context": {"parallel__context": 2, "parallel__pieces": 2},
