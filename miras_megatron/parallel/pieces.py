@@ -104,7 +104,6 @@ class Relay:
         replay: Any = Replayed.apply
         join: Any = Joined.apply
         sums, kept, made = GradientSums(parameters), Pool(), Pool()
-        order: Tensor = gate(sums, *parameters)
         outputs: list[Tensor] = []
         roots: list[Tensor] = []
         runs = [
@@ -112,6 +111,8 @@ class Relay:
             for number, (x, (passage, documents)) in enumerate(zip(hidden, passages, strict=True))
         ]
         last = [runs.pop()] if self.keep_last or self.carry != "relay" else []
+        # Where no piece is replayed, parameters needn't pass the gate: ZeRO 3 may not have them here.
+        order: Tensor = gate(sums, *parameters) if runs else parameters[0].new_zeros((), requires_grad=True)
         for start in range(0, len(runs), self.every):
             group = runs[start : start + self.every]
             group[0].passage.tape = Tape(self.kept_in, kept)
