@@ -64,6 +64,7 @@ THIRD_PARTY = {
 ONE_TOUCHER = {
     "megatron.core.parallel_state": {"miras_megatron/parallel/mesh.py"},
     "apex": {"miras_megatron/compat/apex.py"},
+    "deepspeed": {"miras_megatron/parallel/zero.py"},
     "mpi4py": {"miras_megatron/parallel/rendezvous.py"},
     "titans_pytorch": {"tools/miras_tools/bench_worker.py"},
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from math import isfinite
 
 from .context import context_problems
+from .engines import engine_problems
 from .errors import ConfigError
 from .rule_table import rule_problems
 from .schema import BLOCK_PATTERNS, MEMORY_LETTERS, PATTERN_LETTERS, Run, flatten
@@ -29,7 +30,7 @@ def find_problems(run: Run, world_size: int = 1) -> Problems:
     for part in (_ranges, _pattern, _divisibility):
         yield from part(run)
     yield from rule_problems(run.memory)
-    for part in (_data, _needles, _schedule, context_problems):
+    for part in (_data, _needles, _schedule, engine_problems, context_problems):
         yield from part(run)
     yield from _ranks(run, world_size)
 

@@ -356,6 +356,22 @@ class Optimizer:
     """largest global gradient norm; 0 = no clipping"""
     distributed: bool = False
     """moments and fp32 masters are shared by data- and context-parallel ranks; same numbers, same checkpoints"""
+    engine: Literal["megatron", "deepspeed"] = "megatron"
+    """who sums gradients and updates: megatron-core, or DeepSpeed's ZeRO (docs/zero.md)"""
+    zero: int | None = None
+    """deepspeed: its stage. 0 nothing is shared, 1 moments and masters, 2 gradients too, 3 weights too; null = 1"""
+    offload: bool = False
+    """deepspeed: moments and masters lie in host memory, updated by DeepSpeed's CPU AdamW"""
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO, where engine is deepspeed."""
+        return 1 if self.zero is None else self.zero
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether a rank has a weight whole only while its module works."""
+        return self.engine == "deepspeed" and self.zero_stage == 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,6 +500,9 @@ CHANGEABLE_ON_RESUME = (
     "optimizer.weight_decay",
     "optimizer.clip",
     "optimizer.distributed",
+    "optimizer.engine",
+    "optimizer.zero",
+    "optimizer.offload",
     "checkpoint",
     "logging",
     "evaluate",

@@ -65,10 +65,21 @@ def sizes_of(run: Run, vocab_size: int | None = None, world_size: int = 1) -> Si
 
 
 def _bytes_per_weight(run: Run, world_size: int) -> float:
-    """Weight and gradient of each rank; moments and, of bf16, the master: over its ranks with optimizer.distributed."""
-    own, shared = (2 + 4, 4 + 8) if run.training.precision == "bf16" else (4 + 4, 8)
-    ranks = world_size // (run.parallel.tensor * run.parallel.pipeline) if run.optimizer.distributed else 1
-    return own + shared / max(ranks, 1)
+    """Weight, gradient, and moments with, of bf16, the master: each over the ranks that share it.
+
+    With ZeRO 2 and 3 gradients of one backward pass are whole in the weights' dtype, only their sum is shared.
+
+    DeepSpeed keeps a master of float32 weights too; what is offloaded takes nothing here.
+    """
+    optimizer, bf16 = run.optimizer, run.training.precision == "bf16"
+    ranks = max(world_size // (run.parallel.tensor * run.parallel.pipeline), 1)
+    weight, gradient, state = (2 if bf16 else 4), 4, (12 if bf16 else 8)
+    if optimizer.engine == "megatron":
+        return weight + gradient + state / (ranks if optimizer.distributed else 1)
+    stage = optimizer.zero_stage
+    kept = 0 if optimizer.offload else 12 if stage > 0 else state
+    gradients = gradient if stage < 2 else weight + gradient / ranks
+    return weight / (ranks if stage == 3 else 1) + gradients + kept / (ranks if stage > 0 else 1)
 
 
 # -- parameters --------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ def _pieces_and_groups(run: Run, carry: str) -> tuple[int, int, str]:
     pieces, groups = parallel.pieces, parallel.head_groups
     if carry in ("scan", "heads"):
         return 1, 1, "whole slices"
+    if pieces == "auto" and run.optimizer.shares_weights:
+        return 1, 1 if groups == "auto" else groups, "one piece a rank, since ZeRO 3 gives weights away after a pass"
     if carry == "local" and pieces == "auto":
         pieces = _to_fit(run)
         each = run.data.sequence_length // pieces

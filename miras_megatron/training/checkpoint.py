@@ -162,14 +162,14 @@ def load_weights(job: Job, folder: Path) -> Progress:
     The optimizer's masters are set to them where the job has an optimizer.
     """
     index = _verified_index(job, folder)
-    wanted = {"weights": job.model.sharded_state_dict()}
+    wanted = {"weights": job.model.sharded_state_dict() if job.engine is None else job.engine.weights()}
     refuse_other_tensors(folder, index, wanted)
     stored = _load(folder, wanted)
     refuse_other_tokenizer(folder, stored["tokenizer"], job)
     if job.engine is None:
         put_weights(job.model, stored["weights"])
     else:
-        job.engine.put_weights(stored["weights"])
+        job.engine.put_weights(stored.get("weights", {}))
     return Progress(stored["step"], stored["tokens"])
 
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..config.schema import Run
 from ..model.language_model import MemoryLanguageModel
 from ..parallel.mesh import ParallelMesh
+from ..parallel.zero import refuse_without_deepspeed
 from .engine_core import CoreEngine
+from .engine_zero import ZeroEngine
 
 
 class Engine(Protocol):
@@ -40,7 +42,7 @@ class Engine(Protocol):
 
     def own_gradients(self) -> Iterator[tuple[Any, Tensor]]:
         """(sharded weight, what this rank adds to its gradient): over data- and context-parallel ranks, each number
-        once. Between `gradient_norm` and `update` as they were summed, after it as they were clipped.
+        once. Between `gradient_norm` and `update`.
         """
 
     def updates(self) -> int:
@@ -58,14 +60,26 @@ class Engine(Protocol):
     def put_state(self, stored: dict[str, Any], updates: int) -> None:
         """Go on from what was read into `room_for_state`, after so many updates. A collective call."""
 
+    def weights(self) -> dict[str, Any]:
+        """The weights alone, to be read into. A collective call."""
+
     def put_weights(self, weights: dict[str, Tensor]) -> None:
         """Start from these weights, with moments of zero. A collective call."""
 
 
-ENGINES: dict[str, Callable[[Run, MemoryLanguageModel, ParallelMesh], Engine]] = {"megatron": CoreEngine}
+ENGINES: dict[str, Callable[[Run, MemoryLanguageModel, ParallelMesh], Engine]] = {
+    "megatron": CoreEngine,
+    "deepspeed": ZeroEngine,
+}
 """optimizer.engine -> what makes it."""
+
+
+def refuse_missing_engine(run: Run) -> None:
+    """Raise ValueError, with the command that installs it, where what optimizer.engine names isn't here."""
+    if run.optimizer.engine == "deepspeed":
+        refuse_without_deepspeed()
 
 
 def make_engine(run: Run, model: MemoryLanguageModel, mesh: ParallelMesh) -> Engine:
     """The engine of `run` around this rank's bare model."""
-    return ENGINES["megatron"](run, model, mesh)
+    return ENGINES[run.optimizer.engine](run, model, mesh)

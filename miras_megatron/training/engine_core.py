@@ -61,7 +61,7 @@ class CoreEngine:
         return updates_done(self.optimizer)
 
     def state(self) -> dict[str, Any]:
-        weights = self._bare.sharded_state_dict()
+        weights = self.weights()
         return {"weights": weights, "moments": moment_tensors(self.optimizer, weights)}
 
     def room_for_state(self) -> dict[str, Any]:
@@ -71,6 +71,10 @@ class CoreEngine:
     def put_state(self, stored: dict[str, Any], updates: int) -> None:
         put_weights(self._bare, stored["weights"])
         put_moments(self.optimizer, self._bare.sharded_state_dict(), stored["moments"], updates)
+
+    def weights(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._bare.sharded_state_dict()
+        return found
 
     def put_weights(self, weights: dict[str, Tensor]) -> None:
         put_weights(self._bare, weights)

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 from ..parallel.together import gather_objects
+from .guard import Finding, all_finite
 from .job import Job
 
 
@@ -25,6 +26,16 @@ def gradient_norms(job: Job) -> dict[str, float]:
         for name, square in part.items():
             total[name] = total.get(name, 0.0) + square
     return {name: math.sqrt(square) for name, square in total.items()}
+
+
+def find_bad_gradient(job: Job) -> Finding:
+    """The last weight whose summed gradient isn't finite in this rank's part, wherever the engine keeps it."""
+    assert job.engine is not None, "gradients are looked at in a training step"
+    bad = [sharded.key for sharded, gradient in job.engine.own_gradients() if not all_finite(gradient)]
+    if not bad:
+        return Finding()
+    place, _, parameter = bad[-1].rpartition(".")
+    return Finding(place, f"the gradient of parameter {parameter}", [f"{len(bad)} gradients are not finite"])
 
 
 @torch.no_grad()

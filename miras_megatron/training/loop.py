@@ -21,7 +21,7 @@ from ..parallel.together import any_rank, gather_objects
 from ..parallel.trace import chrome_trace
 from .checkpoint import Progress, load_checkpoint, load_weights
 from .checkpoint_folder import find_checkpoint, write_atomically
-from .engine import make_engine
+from .engine import make_engine, refuse_missing_engine
 from .evaluate import evaluate, validation_batches
 from .feed import make_feed
 from .job import Job
@@ -143,6 +143,7 @@ def validates(run: Run) -> bool:
 def build_job(run: Run, mesh: ParallelMesh) -> Job:
     """Model, optimizer and data of this rank. Raises ValueError naming field or file."""
     refuse_ordered_where_states_cannot_be_carried(run)
+    refuse_missing_engine(run)
     if run.logging.tensorboard:
         board_class()
     refuse_divergence_that_is_not_seen(run)
@@ -251,7 +252,7 @@ def tell_start(log: RunLog, job: Job, start: Path | None, progress: Progress) ->
     run, mesh = job.run, job.mesh
     for warning in (*find_warnings(run), *layout_warnings(run)):
         log.say(f"note: {warning}")
-    own = sum(p.numel() for p in job.model.parameters())
+    own = sum(getattr(p, "ds_numel", p.numel()) for p in job.model.parameters())  # ZeRO 3 leaves p itself empty
     log.say(
         f"{run.run.title}: {own:,} parameters a rank, {run.tokens_per_step:,} tokens a step, {mesh.world_size} rank(s) "
         f"on {mesh.device.type}, {run.training.precision}; records in {run.run.dir}"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..parallel.micro_batches import run_forwards_ahead
 from ..parallel.together import agreed, gather_objects, largest, sum_losses
 from .batch import Batch, cut_for_rank
-from .gradients import gradient_norms
+from .gradients import find_bad_gradient, gradient_norms
 from .guard import BadStep, Finding, NotANumber, find_first, probed
 from .job import Job
 from .loss import summed_loss
@@ -207,6 +207,7 @@ def _stop(job: Job, batches: list[Batch], step: int, trouble: Trouble) -> BadSte
 def _first_wrong(job: Job, batches: list[Batch]) -> str:
     """Where the numbers went wrong, over all ranks."""
     here = find_first(job.model, lambda: run_microbatches_again(job, batches))
+    here = here if here.place else find_bad_gradient(job)
     findings: list[Finding] = gather_objects(job.mesh, here)
     places = [
         f"{'rank ' + str(rank) + ': ' if job.mesh.world_size > 1 else ''}{finding}"
