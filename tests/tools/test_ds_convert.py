@@ -1,0 +1,145 @@
+"""Checkpoints go to DeepSpeed and come back bit for bit, and nothing is unpickled that wasn't asked for."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_run import learned, tiny_config, train_here
+from helpers.worlds import run_world
+from miras_tools.ds_convert import main
+
+from miras_megatron.compat.cpu import core_without_cuda
+from miras_megatron.config.load import load_run
+from miras_megatron.parallel.mesh import ParallelMesh
+from miras_megatron.training.checkpoint_folder import find_checkpoint
+from miras_megatron.training.loop import build_job, with_vocabulary
+from miras_megatron.training.main import main as train
+from miras_megatron.training.stored_tensors import StoredTensors
+
+HALF = {"training__steps": 2, "optimizer__decay_steps": 4, "training__micro_batch": 1, "checkpoint__every": 0}
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed isn't installed: pip install deepspeed==0.19.8"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run in bf16, of two steps."""
+    folder = tmp_path_factory.mktemp("convert")
+    assert train(tiny_config(folder, "run", **HALF, training__precision="bf16")) == 0
+    return folder
+
+
+def tensors(run: Path) -> dict[str, Any]:
+    """Every tensor but random states, by name."""
+    stored = StoredTensors(find_checkpoint(run, "RUN"))
+    return {name: stored.read(name) for name in stored.names if not name.startswith("random.")}
+
+
+def check_same(run: Path, other: Path) -> None:
+    one, two = tensors(run), tensors(other)
+    assert one.keys() == two.keys() and any(name.startswith("optimizer.master.") for name in one)
+    for name, tensor in one.items():
+        assert tensor.dtype == two[name].dtype and torch.equal(tensor, two[name]), name
+
+
+def test_a_universal_checkpoint_goes_on_in_another_layout(folder: Path, tmp_path: Path) -> None:
+    """Weights, masters and moments are those of the run; two ranks that share heads go on from it as it would itself.
+
+    bf16 in another layout: products are rounded in other places.
+    """
+    assert main(["to-universal", str(folder / "run"), str(tmp_path / "universal")]) == 0
+    assert main(["from-deepspeed", str(tmp_path / "universal"), str(tmp_path / "again")]) == 0
+    check_same(tmp_path / "again", folder / "run")
+    changes = HALF | {"training__steps": 3, "training__precision": "bf16"}
+    shutil.copytree(folder / "run", tmp_path / "alone")
+    argv = tiny_config(folder, "run", **changes)
+    assert train([*argv, f"--run.dir={tmp_path / 'alone'}"]) == 0
+    moved = [*argv, f"--run.dir={tmp_path / 'again'}", "--parallel.tensor=2"]
+    assert run_world(2, train_here, moved) == [0, 0]
+    assert learned(tmp_path / "again")[-1] == pytest.approx(learned(tmp_path / "alone")[-1], rel=2e-2)
+
+
+def test_pickled_objects_are_read_only_on_demand(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint from a stranger must not run code because somebody converted it."""
+    universal = tmp_path / "universal"
+    assert main(["to-universal", str(folder / "run"), str(universal)]) == 0
+    victim = universal / "zero" / "decoder.final_layernorm.weight" / "fp32.pt"
+    shape = torch.load(victim)["param"].shape
+    torch.save({"param": torch.ones(shape), "cat_dim": Path("anything")}, victim, pickle_module=pickle)
+    capsys.readouterr()
+    assert main(["from-deepspeed", str(universal), str(tmp_path / "again")]) == 2
+    said = capsys.readouterr().err
+    assert str(victim) in said and "only with --trust-pickle" in said and not (tmp_path / "again").exists()
+    assert main(["from-deepspeed", str(universal), str(tmp_path / "again"), "--trust-pickle"]) == 0
+    assert torch.equal(tensors(tmp_path / "again")["decoder.final_layernorm.weight"], torch.ones(shape))
+
+
+def test_what_is_no_checkpoint_of_this_model_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a run starts from weights that are missing, or of another shape."""
+    universal = tmp_path / "universal"
+    assert main(["from-deepspeed", str(tmp_path), str(tmp_path / "again")]) == 2
+    assert "has no miras/config.yaml; name a run of the same model with --like" in capsys.readouterr().err
+    assert main(["from-deepspeed", str(tmp_path), str(tmp_path / "again"), "--like", str(folder / "run")]) == 2
+    assert "neither a universal checkpoint (zero/) nor DeepSpeed's own" in capsys.readouterr().err
+    assert main(["to-universal", str(folder / "run"), str(universal)]) == 0
+    moment = universal / "zero" / "decoder.final_layernorm.weight" / "exp_avg.pt"
+    torch.save({"param": torch.zeros(3)}, moment)
+    assert main(["from-deepspeed", str(universal), str(tmp_path / "again")]) == 2
+    assert f"{moment}: must hold a tensor of shape [16]" in capsys.readouterr().err
+    moment.unlink()
+    assert main(["from-deepspeed", str(universal), str(tmp_path / "again")]) == 2
+    assert f"{moment} is missing" in capsys.readouterr().err
+
+
+def read_by_deepspeed(argv: list[str], universal: Path, run: Path) -> bool:
+    """Whether DeepSpeed's own reader puts into a new job's masters on this rank what the run has."""
+    job_run, stored = with_vocabulary(load_run(argv)), StoredTensors(find_checkpoint(run, "RUN"))
+    with core_without_cuda(), ParallelMesh(job_run.parallel) as mesh:
+        job = build_job(job_run, mesh)
+        zero = job.engine.zero  # type: ignore[union-attr]
+        zero.optimizer.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", str(universal))
+        names, same = {id(weight): name for name, weight in job.model.named_parameters()}, []
+        for part in zero.parts:
+            name, (start, end) = names[id(part.weight)], part.spans[zero.rank]
+            master = f"optimizer.master.{name}"
+            whole = stored.read(master if master in stored.names else name).view(-1)
+            here = part.of(zero.masters, zero.rank)
+            same.append(here is None or torch.equal(here, whole[start:end]))
+    return all(same)
+
+
+@needs_deepspeed
+def test_deepspeed_reads_our_universal_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """It is for others: each of two ranks finds its parts of the masters in it."""
+    universal = tmp_path / "universal"
+    assert main(["to-universal", str(folder / "run"), str(universal)]) == 0
+    other = {"training__precision": "bf16", "training__seed": 6, "optimizer__engine": "deepspeed"}
+    argv = tiny_config(folder, "read", **HALF, **other)
+    assert run_world(2, read_by_deepspeed, argv, universal, folder / "run") == [True, True]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
+def test_deepspeeds_own_checkpoint_comes_back_bit_for_bit(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: int
+) -> None:
+    """It is all pickles: without the flag it is named and left alone."""
+    own, again = tmp_path / "own", tmp_path / "again"
+    assert main(["to-deepspeed", str(folder / "run"), str(own), "--zero", str(stage)]) == 0
+    assert list(own.glob("step_2/*_optim_states.pt"))
+    capsys.readouterr()
+    assert main(["from-deepspeed", str(own), str(again)]) == 2
+    assert "only with --trust-pickle" in capsys.readouterr().err
+    assert main(["from-deepspeed", str(own), str(again), "--trust-pickle"]) == 0
+    check_same(again, folder / "run")

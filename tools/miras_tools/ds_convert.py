@@ -1,0 +1,172 @@
+"""miras-ds-convert to-universal | to-deepspeed CHECKPOINT FOLDER, and from-deepspeed FOLDER RUN_DIR.
+
+Between the project's checkpoint, which runs of every engine read and write, and DeepSpeed's: its universal one, and its
+own, which is written by ranks and read by as many of the same stage. Exit code 0: written; 2: bad input, said in one
+message, nothing written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from miras_megatron.config.describe import dump_run
+from miras_megatron.config.schema import Optimizer, Parallel, Run
+from miras_megatron.training.checkpoint import COMMON, saved_run
+from miras_megatron.training.checkpoint_folder import (
+    LATEST,
+    describe,
+    find_checkpoint,
+    folder_of,
+    name_of,
+    read_plain,
+    write_atomically,
+    write_manifest,
+    write_plain,
+)
+from miras_megatron.training.main import one_message
+from miras_megatron.training.run_folder import stored_form
+from miras_megatron.training.stored_tensors import write_tensors
+
+from .ds_universal import BESIDE, TRUST, UniversalTensors, keep_beside, write_universal
+from .new_folder import new_folder
+
+EXAMPLES = """
+examples:
+  miras-ds-convert to-universal runs/mine universal
+  miras-ds-convert to-deepspeed runs/mine own --zero 2
+  miras-ds-convert from-deepspeed universal runs/again
+  miras-ds-convert from-deepspeed own runs/again --trust-pickle
+  miras-train runs/again/config.yaml --run.dir=runs/again     # goes on from there
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module's docstring for the exit codes."""
+    options = _parser().parse_args(argv)
+    return one_message("miras-ds-convert", lambda: COMMANDS[options.command](options))
+
+
+def to_universal(options: argparse.Namespace) -> int:
+    """The project's checkpoint as a universal one."""
+    checkpoint, target = find_checkpoint(options.source, "CHECKPOINT"), Path(options.target)
+    common = read_plain(checkpoint / "common.pt", COMMON)
+    with new_folder(target, "FOLDER", last=BESIDE) as made:
+        write_universal(checkpoint, common["updates"], made)
+    print(f"wrote {target}: DeepSpeed's universal checkpoint of step {common['step']}", flush=True)
+    return 0
+
+
+def to_deepspeed(options: argparse.Namespace) -> int:
+    """The project's checkpoint as DeepSpeed's own, of one rank; this process loads the whole model."""
+    from miras_megatron.compat.cpu import core_without_cuda
+    from miras_megatron.parallel.mesh import ParallelMesh
+    from miras_megatron.training.loop import build_job, with_vocabulary
+
+    checkpoint, target = find_checkpoint(options.source, "CHECKPOINT"), Path(options.target)
+    run = _alone(saved_run(checkpoint), options.zero)
+    with new_folder(target, "FOLDER", last=BESIDE) as made, core_without_cuda(), ParallelMesh(run.parallel) as mesh:
+        job: Any = build_job(with_vocabulary(run), mesh)
+        from miras_megatron.training.checkpoint import load_checkpoint
+
+        progress = load_checkpoint(job, checkpoint)
+        job.engine.zero.save_own(made, f"step_{progress.step}", progress.step)
+        keep_beside(checkpoint, made)
+    print(
+        f"wrote {target}: DeepSpeed's own checkpoint of step {progress.step}, ZeRO {options.zero}, one rank", flush=True
+    )
+    return 0
+
+
+def _alone(run: Run, stage: int) -> Run:
+    optimizer: Optimizer = replace(run.optimizer, engine="deepspeed", zero=stage, distributed=False)
+    return replace(run, parallel=Parallel(), optimizer=optimizer)
+
+
+def from_deepspeed(options: argparse.Namespace) -> int:
+    """A universal checkpoint, or DeepSpeed's own, as a run folder with one checkpoint of the project."""
+    source, target = Path(options.source), Path(options.target)
+    beside = source / BESIDE if options.like is None else find_checkpoint(options.like, "--like")
+    if not (beside / "config.yaml").is_file():
+        raise ValueError(f"FOLDER = {source}: has no {BESIDE}/config.yaml; name a run of the same model with --like")
+    run, common = saved_run(beside), read_plain(beside / "common.pt", COMMON)
+    with tempfile.TemporaryDirectory() as room, new_folder(target, "RUN_DIR", last=folder_of("").name) as made:
+        tensors = UniversalTensors(_universal(source, options.trust_pickle, Path(room)), run, options.trust_pickle)
+        updates = tensors.updates
+        _write(made, run, target, common | ({} if updates is None else {"updates": updates}), tensors)
+    print(f"wrote {target}: a checkpoint of step {common['step']}", flush=True)
+    return 0
+
+
+def _universal(source: Path, trusted: bool, room: Path) -> Path:
+    """`source`, or what DeepSpeed's converter makes of its own checkpoint there."""
+    if (source / "zero").is_dir():
+        return source
+    own = [path.parent for path in sorted(source.glob("**/*_optim_states.pt"))]
+    if not own:
+        raise ValueError(
+            f"FOLDER = {source}: neither a universal checkpoint (zero/) nor DeepSpeed's own (*_optim_states.pt)"
+        )
+    if not trusted:
+        raise ValueError(f"FOLDER = {source}: DeepSpeed's own checkpoint is made of pickled objects; {TRUST}")
+    from miras_megatron.parallel.zero import make_universal
+
+    make_universal(own[-1], room / "universal")
+    return room / "universal"
+
+
+def _write(made: Path, run: Run, target: Path, common: dict[str, Any], tensors: UniversalTensors) -> None:
+    """RUN_DIR's files: the checkpoint as `save_checkpoint` leaves it, and the configuration beside it."""
+    run = stored_form(replace(run, run=replace(run.run, dir=str(target))))
+    folder = folder_of(made) / name_of(common["step"])
+    folder.mkdir(parents=True)
+    write_tensors(folder, tensors)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    write_plain(folder / "common.pt", common | {"lanes": [], "lane_layouts": {}})
+    write_atomically(folder / "config.yaml", dump_run(run))
+    write_manifest(folder, common["step"], {path.name: describe(path) for path in folder.iterdir()})
+    write_atomically(folder_of(made) / LATEST, folder.name + "\n")
+    write_atomically(made / "config.yaml", dump_run(run))
+
+
+COMMANDS = {"to-universal": to_universal, "to-deepspeed": to_deepspeed, "from-deepspeed": from_deepspeed}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miras-ds-convert",
+        description="Between the project's checkpoints and DeepSpeed's.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, work in COMMANDS.items():
+        add = commands.add_parser(name, help=(work.__doc__ or "").rstrip(".")).add_argument
+        back = name == "from-deepspeed"
+        add("source", metavar="FOLDER" if back else "CHECKPOINT", help="what to read")
+        add("target", metavar="RUN_DIR" if back else "FOLDER", help="the folder to write; must not exist, or be empty")
+        if back:
+            add(
+                "--like",
+                metavar="RUN",
+                help="a run or checkpoint of the same model, where FOLDER isn't of this project",
+            )
+            add(
+                "--trust-pickle",
+                action="store_true",
+                help="unpickle files that hold objects, which runs what is in them",
+            )
+        if name == "to-deepspeed":
+            add("--zero", type=int, default=2, choices=(1, 2, 3), help="its stage (default 2)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""DeepSpeed's universal checkpoint: a folder for each weight, with files for it and AdamW's moments.
+
+    FOLDER/zero/NAME/fp32.pt  exp_avg.pt  exp_avg_sq.pt  step.pt     whole tensors, float32: {"param": tensor, ..}
+    FOLDER/zero/optimizer_state.pt                                   what is alike for all weights
+    FOLDER/miras/common.pt  config.yaml                              what the project's checkpoint has beside tensors
+
+All of it is read as tensors and plain values; files of others that hold pickled objects only where that is asked for.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miras_megatron.config.schema import Run
+from miras_megatron.parallel.zero import VERSION
+from miras_megatron.training.checkpoint_folder import no_extra_globals, write_plain
+from miras_megatron.training.optimizer import MOMENTS
+from miras_megatron.training.stored_tensors import StoredTensors
+
+from .hf_shapes import weight_dtypes, weight_shapes
+
+BESIDE = "miras"
+"""Folder of what isn't DeepSpeed's."""
+
+MOST_GROUPS = 64
+"""of parameters, of whoever reads a universal checkpoint"""
+
+TRUST = "it is unpickled, which runs what is in it, only with --trust-pickle"
+
+
+def write_universal(checkpoint: Path, updates: int, target: Path) -> None:
+    """Write the tensors of a checkpoint of the project as a universal one, one tensor at a time."""
+    stored = StoredTensors(checkpoint)
+    names = set(stored.names)
+    for name in stored.weights:
+        folder = target / "zero" / name
+        folder.mkdir(parents=True)
+        master = f"optimizer.master.{name}"
+        write_plain(folder / "fp32.pt", {"param": stored.read(master if master in names else name).float()})
+        for moment in MOMENTS:
+            write_plain(folder / f"{moment}.pt", {"param": stored.read(f"optimizer.{moment}.{name}")})
+        torch.save(updates, folder / "step.pt")
+    # DeepSpeed walks its groups beside these, copies what they say (nothing: rates are the run's), stops at the last.
+    groups: list[dict[str, Any]] = [{"params": []} for _ in range(MOST_GROUPS)]
+    write_plain(target / "zero" / "optimizer_state.pt", {"ds_version": VERSION, "param_groups": groups})
+    keep_beside(checkpoint, target)
+
+
+def keep_beside(checkpoint: Path, target: Path) -> None:
+    """Copy what a checkpoint of the project has beside tensors."""
+    (target / BESIDE).mkdir(parents=True, exist_ok=True)
+    for name in ("common.pt", "config.yaml"):
+        shutil.copyfile(checkpoint / name, target / BESIDE / name)
+
+
+class UniversalTensors:
+    """The tensors of a universal checkpoint as those of a checkpoint of the project, one at a time.
+
+    trusted  files that hold more than tensors and plain values are unpickled
+    Raises ValueError naming the file that is missing, damaged, of another shape, or not to be trusted.
+    """
+
+    def __init__(self, folder: Path, run: Run, trusted: bool = False) -> None:
+        self.folder, self.trusted = folder / "zero", trusted
+        self.shapes, self.dtypes = weight_shapes(run), weight_dtypes(run)
+        missing = [
+            path
+            for name in self.shapes
+            for kind in ("fp32", *MOMENTS)
+            if not (path := self.folder / name / f"{kind}.pt").is_file()
+        ]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more; is it a checkpoint of this model?")
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(the project's name, tensor): of each weight itself, its moments and, where it is bf16, its master."""
+        for name, dtype in self.dtypes.items():
+            whole = self._read(name, "fp32")
+            yield name, whole.to(dtype, copy=True)
+            for moment in MOMENTS:
+                yield f"optimizer.{moment}.{name}", self._read(name, moment)
+            if dtype != torch.float32:
+                yield f"optimizer.master.{name}", whole
+
+    @property
+    def updates(self) -> int | None:
+        """Updates that AdamW had made; None where the checkpoint doesn't say."""
+        path = self.folder / next(iter(self.shapes)) / "step.pt"
+        return int(self._load(path)) if path.is_file() else None
+
+    def _read(self, name: str, kind: str) -> Tensor:
+        path, shape = self.folder / name / f"{kind}.pt", self.shapes[name]
+        content = self._load(path)
+        tensor = content.get("param") if isinstance(content, dict) else content
+        if not isinstance(tensor, Tensor) or tensor.numel() != torch.Size(shape).numel():
+            raise ValueError(f"{path}: must hold a tensor of shape {list(shape)}; is it a checkpoint of this model?")
+        return tensor.detach().reshape(shape).to(torch.float32, copy=True)
+
+    def _load(self, path: Path) -> Any:
+        with no_extra_globals():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=not self.trusted)
+            except Exception as error:  # over a file of another kind torch's reader stumbles by whatever error comes
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                told = "" if self.trusted else f"; if it holds pickled objects, {TRUST}"
+                raise ValueError(f"{path}: can't be read as tensors and plain values: {first}{told}") from None
