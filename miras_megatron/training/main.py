@@ -17,6 +17,7 @@ from ..config.check import check_run
 from ..config.errors import ConfigError
 from ..config.load import parse_command_line
 from ..config.schema import Run
+from ..parallel.exit_code import tell_exit_code
 from ..parallel.rendezvous import RankInfo, find_rank
 from .stop import ended_by_sigterm
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if not isinstance(error, ConfigError) or here.local_rank == 0:
             complain(error, here.rank)
-        return 2
+        return tell_exit_code(2)
 
 
 def run_training(run: Run, source: str) -> int:
@@ -71,7 +72,7 @@ def run_training(run: Run, source: str) -> int:
     except BadStep as stopped:
         kind = "not a number: " if isinstance(stopped, NotANumber) else ""
         print(f"miras-train: {kind}{stopped}", file=sys.stderr, flush=True)
-        return 3
+        return tell_exit_code(3)
     except RankLost as lost:
         print(f"miras-train: {lost}", file=sys.stderr, flush=True)
         return 4

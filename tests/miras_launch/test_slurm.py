@@ -171,6 +171,19 @@ def test_what_must_be_mended_is_not_tried_again(place: Path, code: str) -> None:
     assert returned == int(code) and f"ends with exit code {code}" in said and "scontrol" not in calls
 
 
+@pytest.mark.parametrize("first", ["2", "3"])
+def test_the_code_is_the_first_causes_not_the_victims(place: Path, first: str) -> None:
+    """One rank finds something to mend; those that lose it end later, with 4, and one that hangs is killed by srun."""
+    words = 'for w in "$@"; do case "$w" in --kill-on-bad-exit=1) exit 143;; esac; done'  # as srun does
+    staggered = f'{words}; (sleep 0.1; echo {first} > "$MIRAS_EXIT_CODE") & (sleep 0.3) & wait; exit 137'
+    (place / "bin/srun").write_text(f"#!/bin/bash\n{staggered}\n")
+    code, said, calls = ran(place)
+    assert code == int(first) and f"ends with exit code {first}" in said and "scontrol" not in calls
+    (place / "bin/srun").write_text("#!/bin/bash\nexit 4\n")
+    code, said, calls = ran(place)
+    assert code == 0 and "scontrol requeue 7" in calls, "what an earlier start said is no cause of this one's end"
+
+
 def test_a_cancelled_job_stays_cancelled(place: Path) -> None:
     """scancel kills ranks too; a job that then queued itself again could not be stopped."""
     code, said, calls = ran(place, CODE="143", STATE="COMPLETING")

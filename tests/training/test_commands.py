@@ -14,6 +14,7 @@ import pytest
 from helpers.tiny_run import learned, records, tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miras_megatron.parallel.exit_code import VARIABLE, told_exit_code
 from miras_megatron.parallel.lost import RankLost
 from miras_megatron.training import generate, loop, run_folder
 from miras_megatron.training.guard import NotANumber
@@ -434,8 +435,10 @@ def test_each_kind_of_end_has_its_exit_code(tmp_path, monkeypatch, capsys, error
         raise error
 
     monkeypatch.setattr(loop, "begin", end)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "exit_code"))
     assert main(tiny_config(tmp_path)) == code
     assert str(error) in capsys.readouterr().err
+    assert told_exit_code(tmp_path / "exit_code") == (None if code == 4 else code), "4 is what the victims say"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
