@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import dataclass, replace
 from pathlib import Path
-from string import Template
 
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.errors import ConfigError
@@ -17,15 +16,10 @@ from miras_megatron.config.schema import Run
 from .cluster import Cluster
 from .points import Point
 from .ranks import program
+from .shell import assignments, chosen_by, exports, in_double_quotes, template
 
 FOLDER = "launch"
 """Folder in a run's folder for the script and the configuration that it trains."""
-
-
-class Script(Template):
-    """Shell is full of $; here @@name is filled in."""
-
-    delimiter = "@@"
 
 
 @dataclass(frozen=True)
@@ -46,33 +40,38 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
     where  the cluster's file, for the script's first line
     """
     folder = Path(base.run.dir)
-    path, listing = folder / FOLDER / "job.sbatch", folder / FOLDER / "points.txt"
-    files = {config_path(point): dump_run(point.run) for point in points}
+    path = folder / FOLDER / "job.sbatch"
     is_sweep = points[0].folder != folder
-    if is_sweep:
-        files[listing] = "".join(f"{point.run.training.steps} {point.folder}\n" for point in points)
     open_points = [number for number, point in enumerate(points) if not point.finished]
     array = ",".join(map(str, open_points)) if is_sweep else None
-    script = _template("job.sbatch").substitute(
+    script = template("job.sbatch").substitute(
         title=base.run.title,
         cluster=where,
         script=shlex.quote(str(path)),
         options="\n".join(f"#SBATCH {option}" for option in sbatch_options(base, cluster, array)),
         workdir=shlex.quote(str(Path.cwd())),
-        target=_target(points[0], listing if is_sweep else None),
-        setup="\n".join([*cluster.setup, *_exports(cluster)]),
+        target=_target(points, is_sweep),
+        setup="\n".join([*cluster.setup, *exports(cluster.environment)]),
         max_requeues=cluster.max_requeues,
         srun_options=shlex.join(srun_options(cluster)),
         layout=f"{cluster.nodes} x {cluster.ranks_per_node} ranks",
         preflight=_preflight(cluster),
         train=_train(cluster),
     )
-    return Job(script, path, files, len(open_points))
+    return Job(script, path, {config_path(point): stored(point.run) for point in points}, len(open_points))
+
+
+def stored(run: Run) -> str:
+    """The resolved configuration that a job trains: what configs/runs says later doesn't touch a queued job.
+
+    With checkpoint.resume auto, since a job that is queued again goes on; the script has what the user said of it.
+    """
+    return dump_run(replace(run, checkpoint=replace(run.checkpoint, resume="auto")))
 
 
 def config_path(point: Point) -> Path:
-    """The resolved configuration that a job trains: what configs/runs says later doesn't touch a queued job."""
-    return point.folder / FOLDER / "config.yaml"
+    """Its file, named by its content: launching again leaves those of queued jobs alone."""
+    return point.folder / FOLDER / f"config_{hashlib.sha256(stored(point.run).encode()).hexdigest()[:8]}.yaml"
 
 
 def sbatch_options(run: Run, cluster: Cluster, array: str | None) -> Iterator[str]:
@@ -156,29 +155,20 @@ def _hints(said: str, cluster: Cluster) -> Iterator[str]:
         yield f"{asked}: sinfo --long --Node lists what the machines have"
 
 
-def _target(point: Point, listing: Path | None) -> str:
-    """The lines that say which run this task trains."""
-    if listing is None:
-        return f"run_dir={shlex.quote(str(point.folder))}\nsteps={point.run.training.steps}"
-    return "\n".join(
-        (
-            "# a point of the sweep a line: its steps, its folder",
-            f"mapfile -t points < {shlex.quote(str(listing))}",
-            'read -r steps run_dir <<< "${points[$SLURM_ARRAY_TASK_ID]}"',
+def _target(points: Sequence[Point], is_sweep: bool) -> str:
+    """The lines that say which run this task trains; Slurm keeps the script, so no file can change beneath it."""
+    lines = [
+        assignments(
+            {
+                "steps": point.run.training.steps,
+                "run_dir": point.folder,
+                "config": config_path(point).name,
+                "resume": point.run.checkpoint.resume,
+            }
         )
-    )
-
-
-def _exports(cluster: Cluster) -> Iterator[str]:
-    for name, value in cluster.environment.items():
-        yield f"export {name}={in_double_quotes(value)}"
-
-
-def in_double_quotes(value: str) -> str:
-    """A word of shell in which only $NAME is filled in."""
-    for sign in '\\"`':
-        value = value.replace(sign, "\\" + sign)
-    return f'"{value}"'
+        for point in points
+    ]
+    return chosen_by("SLURM_ARRAY_TASK_ID", lines) if is_sweep else lines[0]
 
 
 def _cache(cluster: Cluster, option: str) -> list[str]:
@@ -187,7 +177,9 @@ def _cache(cluster: Cluster, option: str) -> list[str]:
 
 def _train(cluster: Cluster) -> str:
     words = [*map(shlex.quote, cluster.wrapper), shlex.quote(program(cluster, "miras-train"))]
-    return " ".join([*words, f'"$run_dir/{FOLDER}/config.yaml"', *_cache(cluster, "--data.cache")])
+    return " ".join(
+        [*words, f'"$run_dir/{FOLDER}/$config" --checkpoint.resume="$resume"', *_cache(cluster, "--data.cache")]
+    )
 
 
 def _preflight(cluster: Cluster) -> str:
@@ -196,8 +188,4 @@ def _preflight(cluster: Cluster) -> str:
     words = [*map(shlex.quote, cluster.wrapper), shlex.quote(program(cluster, "miras-doctor"))]
     words += [f'--shared="$run_dir" --free-gib={cluster.free_gib:g}', *_cache(cluster, "--cache")]
     words += [f"--gpus={cluster.gpus}"] if cluster.gpus else []
-    return _template("preflight.sh").substitute(doctor=" ".join(words)).rstrip()
-
-
-def _template(name: str) -> Script:
-    return Script(resources.files(__package__ or "miras_launch").joinpath("templates", name).read_text("utf-8"))
+    return template("preflight.sh").substitute(doctor=" ".join(words)).rstrip()

@@ -26,7 +26,7 @@ def test_every_long_run_fits_one_eight_and_sixty_four_nodes(
     (need,) = re.findall(r"memory a rank: at least ([\d.]+) GiB", told)
     assert 1 < float(need) < 40
     assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8" in told
-    assert 'miras-train "$run_dir/launch/config.yaml"' in told and f"run_dir=runs/{name}\n" in told
+    assert 'miras-train "$run_dir/launch/$config"' in told and f" run_dir=runs/{name} " in told
 
 
 def test_two_million_tokens_are_shared_without_truncation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from miras_launch.cluster import Cluster
 from miras_launch.main import main
 from miras_launch.points import points_of
-from miras_launch.slurm import Job, in_double_quotes, job_of
+from miras_launch.slurm import Job, job_of
 
 from miras_megatron.config.load import load_run
 
@@ -50,6 +50,14 @@ def job(cluster: Cluster = TINY, *sweep: str, words: tuple[str, ...] = ()) -> Jo
     own = [DEBUG, *words]
     run = load_run(own)
     return job_of(points_of(own, DEBUG, run, sweep, cluster.world_size), run, cluster, "mine.yaml")
+
+
+def written(made: Job) -> list[Path]:
+    """The files of a job, where its script looks for them."""
+    for path, text in made.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return list(made.files)
 
 
 def started(place: Path, script: str, **variables: str) -> subprocess.Popen[str]:
@@ -110,11 +118,42 @@ def test_the_job_trains_what_was_checked(place: Path) -> None:
     """The resolved configuration lies beside the script: a later edit of configs/runs doesn't change a queued job."""
     made = job(words=("--model.layers=3", "--training.micro_batch=1"))
     assert made.path == Path("runs/debug_cpu/launch/job.sbatch")
-    (path,) = made.files
-    path.parent.mkdir(parents=True)
-    path.write_text(made.files[path])
+    (path,) = written(made)
     assert load_run([str(path)]) == load_run([DEBUG, "--model.layers=3", "--training.micro_batch=1"])
-    assert 'miras-train "$run_dir/launch/config.yaml"' in made.script
+    _, _, calls = ran(place, made.script)
+    assert f"miras-train {path} --checkpoint.resume=auto" in calls
+
+
+def test_launching_again_leaves_the_files_of_queued_jobs_alone(place: Path) -> None:
+    """A job that waits must train what it was submitted with; Slurm keeps its script, and that names its files."""
+    queued = job(words=("--training.micro_batch=1",))
+    (before,) = written(queued)
+    text = before.read_text()
+    (after,) = written(job(words=("--training.micro_batch=1", "--model.layers=3")))
+    assert after != before and before.read_text() == text
+    assert written(job(words=("--training.micro_batch=1",))) == [before], "the same run has the same file"
+    _, _, calls = ran(place, queued.script)
+    assert f"miras-train {before} " in calls
+
+
+@pytest.mark.parametrize("wish", ["never", "a b/checkpoints/step_00000010"])
+def test_what_is_said_of_resuming_is_said_of_the_first_start(place: Path, wish: str) -> None:
+    """A job that is queued again goes on from its own checkpoint: never from where it once began, nor refused."""
+    made = job(words=(f"--checkpoint.resume={wish}", "--training.micro_batch=1"))
+    (path,) = written(made)
+    assert load_run([str(path)]).checkpoint.resume == "auto"
+    _, _, calls = ran(place, made.script, SAVED="17", CODE="4")
+    assert f"--checkpoint.resume={wish}\n" in calls
+    (place / "calls").unlink()
+    _, _, calls = ran(place, made.script, SAVED="18", CODE="4", SLURM_RESTART_COUNT="1")
+    assert "--checkpoint.resume=auto\n" in calls
+
+
+def test_a_named_checkpoint_is_named_until_the_run_has_its_own(place: Path) -> None:
+    """A first start that died early must not have the second begin at step 0."""
+    made = job(words=("--checkpoint.resume=other/step_00000010", "--training.micro_batch=1"))
+    _, _, calls = ran(place, made.script, SLURM_RESTART_COUNT="1")
+    assert "--checkpoint.resume=other/step_00000010\n" in calls
 
 
 def test_a_run_that_is_through_ends_with_0(place: Path) -> None:
@@ -213,15 +252,12 @@ def test_a_sweep_is_an_array_whose_tasks_pick_their_line(place: Path) -> None:
     """Task n trains point n; its requeue names itself, since the array's number would mean all of them."""
     made = job(TINY, "optimizer.lr=1e-3,2e-3,3e-3", words=("--training.micro_batch=1",))
     assert "#SBATCH --array=0,1,2\n" in made.script and "job_%A_%a.log" in made.script
-    for path, text in made.files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    folder = "runs/debug_cpu/lr=2e-3"
-    assert load_run([f"{folder}/launch/config.yaml"]).optimizer.lr == 2e-3
+    folder, second = "runs/debug_cpu/lr=2e-3", written(made)[1]
+    assert load_run([str(second)]).optimizer.lr == 2e-3 and second.parent == Path(folder, "launch")
     (place / folder / "checkpoints").mkdir()
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "8", "RUN": folder}
     code, said, calls = ran(place, made.script, CODE="4", **array)
-    assert code == 0 and f"miras-train {folder}/launch/config.yaml" in calls and "scontrol requeue 7_1" in calls
+    assert code == 0 and f"miras-train {second} " in calls and "scontrol requeue 7_1" in calls
     (place / folder / "checkpoints/latest").write_text("step_00000040")
     again = job(TINY, "optimizer.lr=1e-3,2e-3,3e-3", words=("--training.micro_batch=1",))
     assert "#SBATCH --array=0,2\n" in again.script and again.open == 2
@@ -263,12 +299,3 @@ def test_a_dry_run_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str
     )
     script = told[told.index("#!/usr/bin/env bash") :]
     assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=20).returncode == 0
-
-
-def test_values_of_variables_are_filled_in_but_never_run() -> None:
-    """$USER is wanted; a quote or a backtick in a value must not end the line or start a command."""
-    text = in_double_quotes('a"b`id`\\c$MIRAS_X')
-    done = subprocess.run(
-        ["bash", "-c", f"printf %s {text}"], env={"MIRAS_X": "d"}, capture_output=True, text=True, timeout=20
-    )
-    assert done.stdout == 'a"b`id`\\cd'
