@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,9 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
 
     base   the run whose folder holds the script: the only point's, or that of the sweep
     where  the cluster's file, for the script's first line
+    Raises ConfigError for a name that would be lines of shell.
     """
+    _refuse_lines(base, where)
     folder = Path(base.run.dir)
     path = folder / FOLDER / "job.sbatch"
     is_sweep = points[0].folder != folder
@@ -54,11 +57,24 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
         setup="\n".join([*cluster.setup, *exports(cluster.environment)]),
         max_requeues=cluster.max_requeues,
         srun_options=shlex.join(srun_options(cluster)),
+        ranks=cluster.world_size,
         layout=f"{cluster.nodes} x {cluster.ranks_per_node} ranks",
         preflight=_preflight(cluster),
         train=_train(cluster),
     )
     return Job(script, path, {config_path(point): stored(point.run) for point in points}, len(open_points))
+
+
+def _refuse_lines(run: Run, where: str) -> None:
+    """Raise ConfigError for what would not stay in its line of the script."""
+    named = {"run.name": run.run.name or "", "run.dir": run.run.dir, "--cluster": where, "this folder": os.getcwd()}
+    problems = [
+        f"{name} = {text!r}: holds a line break or another control character; choose another"
+        for name, text in named.items()
+        if not text.isprintable()
+    ]
+    if problems:
+        raise ConfigError("launcher = 'slurm'", problems)
 
 
 def stored(run: Run) -> str:
@@ -96,7 +112,8 @@ def sbatch_options(run: Run, cluster: Cluster, array: str | None) -> Iterator[st
     yield "--requeue"
     yield "--open-mode=append"
     log = "job_%j.log" if array is None else "job_%A_%a.log"
-    yield f"--output={shlex.quote(str(folder.absolute() / 'logs' / log))}"
+    logs = str(folder.absolute() / "logs").replace("%", "%%")
+    yield f"--output={shlex.quote(os.path.join(logs, log))}"
     yield from cluster.options
 
 

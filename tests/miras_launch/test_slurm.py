@@ -19,6 +19,7 @@ from miras_launch.main import main
 from miras_launch.points import points_of
 from miras_launch.slurm import Job, job_of
 
+from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import load_run
 
 DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
@@ -76,6 +77,12 @@ def ran(place: Path, script: str | None = None, **variables: str) -> tuple[int, 
     said, _ = process.communicate(timeout=60)
     calls = place / "calls"
     return process.returncode, said, calls.read_text() if calls.exists() else ""
+
+
+def latest(place: Path, text: str) -> None:
+    """What `latest` says before a start."""
+    (place / "runs/debug_cpu/checkpoints").mkdir(parents=True, exist_ok=True)
+    (place / "runs/debug_cpu/checkpoints/latest").write_text(text)
 
 
 def test_slurm_is_asked_for_what_the_cluster_says(place: Path) -> None:
@@ -229,6 +236,79 @@ def test_a_cancelled_job_stays_cancelled(place: Path) -> None:
     assert code == 143 and "cancelled, so it stays" in said and "scontrol" not in calls
 
 
+def test_slurm_is_asked_again_before_a_job_is_taken_for_running(place: Path) -> None:
+    """A busy controller that doesn't answer once must neither end a run nor bring a cancelled one back."""
+    (place / "bin/squeue").write_text("#!/bin/bash\n[ -e asked ] && echo COMPLETING || { touch asked; exit 1; }\n")
+    code, said, calls = ran(place, CODE="143")
+    assert code == 143 and "cancelled, so it stays" in said and "scontrol" not in calls
+
+
+def test_ranks_that_were_asked_themselves_are_queued_again_too(place: Path) -> None:
+    """Some sites warn every task: the ranks save and leave with 0, and the run is far from through."""
+    code, said, calls = ran(place, SAVED="17", CODE="0")
+    assert code == 0 and "saved at step 17 of 40; into the queue again" in said and "scontrol requeue 7" in calls
+    code, _, calls = ran(place, SAVED="18", CODE="0", STATE="COMPLETING")
+    assert code == 5, "cancelled: not 0, which means through"
+
+
+def test_a_warning_during_the_preflight_starts_no_training(place: Path) -> None:
+    """A thousand ranks that load a model to be told to stop are killed while they do."""
+    process = started(place, job(replace(TINY, doctor=True)).script, SAVED="17", SECONDS_OF_WORK="30")
+    calls = place / "calls"
+    end = time.monotonic() + 20
+    while not (calls.exists() and "miras-doctor" in calls.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 0 and "miras-train" not in calls.read_text()
+    assert "into the queue again" in said and "scontrol requeue 7" in calls.read_text()
+
+
+@pytest.mark.parametrize("text", ["", "rubbish", "step_", "step_1x", "step_-3", "step_a[$(touch ran)]"])
+def test_a_broken_latest_is_no_step(place: Path, text: str) -> None:
+    """A write that was cut must not end the job in shell's arithmetic, or be run there."""
+    latest(place, text)
+    code, said, calls = ran(place, SAVED="40")
+    assert code == 0 and "at step 0 of 40" in said and "srun" in calls and not (place / "ran").exists()
+
+
+def test_a_machine_that_always_dies_costs_three_new_starts(place: Path) -> None:
+    """Not max_requeues of them; a start that saved something new begins the count again."""
+    script = job(replace(TINY, max_requeues=20)).script
+    codes = [ran(place, script, SAVED="0", CODE="137", SLURM_RESTART_COUNT=str(start))[0] for start in range(2)]
+    codes.append(ran(place, script, SAVED="5", CODE="137", SLURM_RESTART_COUNT="2")[0])
+    codes += [ran(place, script, SAVED="5", CODE="137", SLURM_RESTART_COUNT=str(start))[0] for start in (3, 4, 5)]
+    assert codes == [0] * 6
+    code, said, _ = ran(place, script, SAVED="5", CODE="137", SLURM_RESTART_COUNT="6")
+    assert code == 137 and "at step 5 of 40 as 4 starts ago, so no more" in said
+
+
+def test_only_this_layouts_ranks_are_quoted(place: Path) -> None:
+    """What rank 7 said before the run went to two ranks is no news of them."""
+    logs = place / "runs/debug_cpu/logs"
+    logs.mkdir(parents=True)
+    (logs / "rank_7.log").write_text("miras-train: long ago\n")
+    (logs / "rank_1.log").write_text("miras-train: rank 1: now\n")
+    _, said, _ = ran(place, CODE="4")
+    assert "rank 1: now" in said and "long ago" not in said
+
+
+def test_a_folders_percent_sign_is_no_pattern(place: Path) -> None:
+    """Slurm fills % in: the logs of runs/50%j would lie in a folder of the job's number."""
+    made = job(words=("--run.dir=runs/50%j", "--training.micro_batch=1"))
+    assert f"--output={place}/runs/50%%j/logs/job_%j.log" in made.script
+    _, _, calls = ran(place, made.script)
+    assert "--output=runs/50%%j/logs/rank_%t.log" in calls
+
+
+@pytest.mark.parametrize("field", ["run.name", "run.dir"])
+def test_a_name_of_several_lines_is_refused(field: str) -> None:
+    """Its second line would be a command of the job."""
+    with pytest.raises(ConfigError, match=rf"{field} = 'a\\ntouch b': holds a line break"):
+        job(words=(f"--{field}=a\ntouch b", "--training.micro_batch=1"))
+
+
 def test_a_machine_that_may_not_ask_slurm_queues_the_job_all_the_same(place: Path) -> None:
     """On some sites squeue works on login nodes only; a lost rank must not end the run there."""
     code, _, calls = ran(place, CODE="4", STATE="unknown")
@@ -244,7 +324,7 @@ def test_a_sites_setup_may_read_variables_that_are_not_there(place: Path) -> Non
 def test_a_machine_at_fault_stops_the_job_before_training(place: Path) -> None:
     """The preflight is there so that hours of a thousand GPUs aren't spent to find it."""
     code, said, calls = ran(place, job(replace(TINY, doctor=True)).script, CODE="1")
-    assert code == 1 and calls.count("srun") == 1 and "miras-doctor" in calls
+    assert code == 6 and calls.count("srun") == 1 and "miras-doctor" in calls, "1 is a fault of the program"
     assert "miras-doctor ended with exit code 1, so nothing is trained" in said
 
 
