@@ -64,7 +64,8 @@ class Cluster:
     time_limit: str | None = None
     """Slurm's, as [days-]hours:minutes:seconds; null = the partition's"""
     signal_lead: int = 300
-    """seconds before the time limit at which the run is asked to save; a step and a checkpoint must fit in"""
+    """seconds before the time limit at which the run is asked to save; two steps, two checkpoints and a validation may
+    be ahead then, and must fit in"""
     max_requeues: int = 20
     """how often a job is put into the queue again, after its time or a lost rank; 0 = never"""
     doctor: bool = True
@@ -84,6 +85,18 @@ class Cluster:
 
 
 HINTS: dict[str, Any] = get_type_hints(Cluster)
+
+UNSET = Cluster()
+"""What every field is where nobody says."""
+
+OF_ONE_LAUNCHER = {
+    "slurm": (
+        *("cpus_per_rank", "memory_per_node", "partition", "account", "options", "srun_options", "container"),
+        *("container_mounts", "setup", "time_limit", "signal_lead", "max_requeues"),
+    ),
+    "mpi": ("mpirun",),
+}
+"""Launcher -> the fields that it alone reads; all read the others."""
 
 
 def load_cluster(name: str) -> tuple[Cluster, str]:
@@ -114,6 +127,7 @@ def problems_of(cluster: Cluster) -> Iterator[str]:
     for name in ("gpus_per_node", "max_requeues", "free_gib"):
         if (value := getattr(cluster, name)) is not None and value < 0:
             yield f"{name} = {value}: must be at least 0"
+    yield from _ignored(cluster)
     yield from _time(cluster)
     yield from _words(cluster)
     if cluster.container_mounts and cluster.container is None:
@@ -129,6 +143,16 @@ def seconds_of(time_limit: str) -> int | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _ignored(cluster: Cluster) -> Iterator[str]:
+    """What is set, and the launcher doesn't read."""
+    for launcher, names in OF_ONE_LAUNCHER.items():
+        for name in names if launcher != cluster.launcher else ():
+            value = getattr(cluster, name)
+            if value != getattr(UNSET, name):
+                way_out = f"leave it out, or set launcher: {launcher}"
+                yield f"{name} = {value!r}: launcher {cluster.launcher} doesn't read it; {way_out}"
 
 
 def _time(cluster: Cluster) -> Iterator[str]:

@@ -5,10 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from miras_launch.cluster import FOLDERS, Cluster, known_clusters, load_cluster, problems_of, seconds_of
+from miras_launch import cluster as cluster_module
+from miras_launch.cluster import (
+    FOLDERS,
+    OF_ONE_LAUNCHER,
+    Cluster,
+    known_clusters,
+    load_cluster,
+    problems_of,
+    seconds_of,
+)
 
 from miras_megatron.config.describe import docstrings
 from miras_megatron.config.errors import ConfigError
+from miras_megatron.config.load import load_run
+
+SOURCES = Path(cluster_module.__file__).parent
+
+SLOW_GPU = 1.5e14
+"""FLOP/s that a device reaches at least"""
+
+CHECKPOINTS = 240.0
+"""seconds for two checkpoints and a validation"""
 
 SHIPPED = sorted(FOLDERS[1].glob("*.yaml"))
 
@@ -65,12 +83,47 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (Cluster(partition="a b"), "partition = 'a b': must be one word"),
         (Cluster(container_mounts=["/a:/a"]), "there is no container"),
         (Cluster(launcher="mpi", mpirun=[]), "mpirun = []"),
+        (Cluster(launcher="mpi", partition="gpu"), "partition = 'gpu': launcher mpi doesn't read it; leave it out, or"),
+        (Cluster(launcher="torchrun", setup=["module load x"]), "setup = ['module load x']: launcher torchrun doesn't"),
+        (Cluster(launcher="torchrun", signal_lead=60), "signal_lead = 60: launcher torchrun doesn't read it"),
+        (
+            Cluster(mpirun=["srun"]),
+            "mpirun = ['srun']: launcher slurm doesn't read it; leave it out, or set launcher: mpi",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_cannot_be_is_refused_by_name(wrong: Cluster, message: str) -> None:
     """Slurm would say it of a line of a script that the user never wrote, or nothing at all."""
     assert [line for line in problems_of(wrong) if message in line]
+
+
+def test_every_field_is_read_by_some_launcher() -> None:
+    """A field that the table forgets is accepted and ignored; one of all launchers in it is refused where it works."""
+    own = {name for names in OF_ONE_LAUNCHER.values() for name in names}
+    files = {
+        launcher: (SOURCES / f"{name}.py").read_text() for launcher, name in {"slurm": "slurm", "mpi": "ranks"}.items()
+    }
+    for launcher, names in OF_ONE_LAUNCHER.items():
+        for name in names:
+            assert f"cluster.{name}" in files[launcher], name
+    assert {
+        "launcher",
+        "nodes",
+        "wrapper",
+        "environment",
+        "cache",
+        "doctor",
+    } <= Cluster.__dataclass_fields__.keys() - own
+
+
+def test_a_long_step_fits_before_the_time_ends() -> None:
+    """One step of titans_lmm_1b3_2m on 8 GPUs takes up to 1,000 s: warned 300 s before, it never saves again."""
+    for name, nodes in (("slurm_1x8", 1), ("slurm_8x8", 8), ("slurm_64x8", 64)):
+        run = load_run([str(FOLDERS[1].parent / "runs/titans_lmm_1b3_2m.yaml")])
+        tokens = run.training.global_batch * run.data.sequence_length
+        slowest = 6 * 1.13e9 * tokens * 4 / 3 / (8 * nodes) / SLOW_GPU
+        assert load_cluster(name)[0].signal_lead > 2 * slowest + CHECKPOINTS, name
 
 
 def test_an_unknown_name_lists_those_there_are() -> None:
