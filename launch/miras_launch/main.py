@@ -5,7 +5,8 @@ sbatch, or by mpirun. What every rank would find out (a layout that does not div
 said here once, before a process starts; it needs no torch, so a login node will do. docs/launch.md tells the rest.
 
 --dry-run prints layout, memory a rank and the script or command. Exit codes: 0 submitted, or trained; 2 something to
-mend in configuration, cluster file or what Slurm was asked for; else that of miras-train.
+mend in configuration, cluster file, data or what Slurm was asked for; 3 stopped by the number guard; 6 the preflight
+found machines at fault; else that of torchrun (1 whatever happened) or mpirun.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from miras_megatron.config.errors import ConfigError
@@ -54,7 +55,7 @@ def launch(words: Sequence[str]) -> int:
         job = job_of(points, command.run, cluster, where)
         told += [f"script: {job.path}", "", job.script] if command.switches["dry-run"] else []
     else:
-        told += [shlex.join(line) for point in points for line in lines_of(point, cluster, place)]
+        told += [shlex.join(line) for point in points for line in lines_of(point, cluster, place).values()]
     print("\n".join(told), flush=True)
     if command.switches["dry-run"]:
         return 0
@@ -70,9 +71,24 @@ def cluster_of(place: argparse.Namespace) -> tuple[Cluster, str]:
         nodes=place.nodes if place.nodes is not None else cluster.nodes,
         ranks_per_node=place.ranks if place.ranks is not None else cluster.ranks_per_node,
     )
-    if problems := list(problems_of(cluster)):
+    if problems := [*problems_of(cluster), *_wrong_places(place, cluster)]:
         raise ConfigError(where, problems)
     return cluster, where
+
+
+def _wrong_places(place: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
+    """What is said, or isn't, of where machines meet that torchrun can't or others don't need."""
+    if cluster.launcher != "torchrun":
+        for name, value in (("--node-rank", place.node_rank), ("--rendezvous", place.rendezvous)):
+            if value is not None:
+                yield f"{name} {value}: launcher {cluster.launcher} finds its machines by itself; leave it out"
+    elif cluster.nodes > 1 and place.rendezvous is None:
+        yield (
+            f"nodes = {cluster.nodes}: torchrun must know where they meet; start this on every machine with "
+            f"--rendezvous HOST:PORT of the first and --node-rank 0 to {cluster.nodes - 1}"
+        )
+    if place.node_rank is not None and not 0 <= place.node_rank < cluster.nodes:
+        yield f"--node-rank {place.node_rank}: must be from 0 to {cluster.nodes - 1}, with {cluster.nodes} nodes"
 
 
 def _places() -> argparse.ArgumentParser:
@@ -83,7 +99,7 @@ def _places() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="FIELD=a,b,c", help="a run for each; repeatable"
     )
-    parser.add_argument("--node-rank", type=int, default=0, help="torchrun: which machine this is, from 0")
+    parser.add_argument("--node-rank", type=int, help="torchrun: which machine this is, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="torchrun: where machines meet; on the first one")
     return parser
 

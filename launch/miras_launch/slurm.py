@@ -16,7 +16,7 @@ from miras_megatron.config.schema import Run
 
 from .cluster import Cluster
 from .points import Point
-from .ranks import program
+from .ranks import cache_of, program
 from .shell import assignments, chosen_by, exports, in_double_quotes, template
 
 FOLDER = "launch"
@@ -59,8 +59,8 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
         srun_options=shlex.join(srun_options(cluster)),
         ranks=cluster.world_size,
         layout=f"{cluster.nodes} x {cluster.ranks_per_node} ranks",
-        preflight=_preflight(cluster),
-        train=_train(cluster),
+        preflight=_preflight(points[0], cluster),
+        train=_train(points[0], cluster),
     )
     return Job(script, path, {config_path(point): stored(point.run) for point in points}, len(open_points))
 
@@ -133,13 +133,25 @@ def submit(job: Job, cluster: Cluster, where: str) -> int:
     if not job.open:
         print(f"miras-launch: nothing left to do, {job.path.parent.parent} is at its last step already")
         return 0
-    for path, text in {**job.files, job.path: job.script}.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    (job.path.parent.parent / "logs").mkdir(exist_ok=True)
+    _write(job)
     number = _sbatch(job.path, cluster, where)
     print(f"submitted job {number}: {job.path}; squeue -j {number}; scancel {number}")
     return 0
+
+
+def _write(job: Job) -> None:
+    """The job's files. Raises ConfigError where a folder doesn't take them."""
+    folder = job.path.parent.parent
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        for path, text in {**job.files, job.path: job.script}.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir = {folder}",
+            [f"{error.filename or folder}: can't be written ({error.strerror or error}); choose another folder"],
+        ) from None
 
 
 def _sbatch(path: Path, cluster: Cluster, where: str) -> str:
@@ -188,21 +200,23 @@ def _target(points: Sequence[Point], is_sweep: bool) -> str:
     return chosen_by("SLURM_ARRAY_TASK_ID", lines) if is_sweep else lines[0]
 
 
-def _cache(cluster: Cluster, option: str) -> list[str]:
-    return [] if cluster.cache is None else [f"{option}={in_double_quotes(cluster.cache)}"]
+def _cache(point: Point, cluster: Cluster, option: str) -> list[str]:
+    own, cache = cache_of(point, cluster)
+    if cache is None or (own and option == "--data.cache"):  # the configuration has the user's
+        return []
+    return [f"{option}={shlex.quote(cache) if own else in_double_quotes(cache)}"]
 
 
-def _train(cluster: Cluster) -> str:
+def _train(point: Point, cluster: Cluster) -> str:
     words = [*map(shlex.quote, cluster.wrapper), shlex.quote(program(cluster, "miras-train"))]
-    return " ".join(
-        [*words, f'"$run_dir/{FOLDER}/$config" --checkpoint.resume="$resume"', *_cache(cluster, "--data.cache")]
-    )
+    words += [f'"$run_dir/{FOLDER}/$config" --checkpoint.resume="$resume"', *_cache(point, cluster, "--data.cache")]
+    return " ".join(words)
 
 
-def _preflight(cluster: Cluster) -> str:
+def _preflight(point: Point, cluster: Cluster) -> str:
     if not cluster.doctor:
         return "# no preflight: the cluster's file has doctor: false"
     words = [*map(shlex.quote, cluster.wrapper), shlex.quote(program(cluster, "miras-doctor"))]
-    words += [f'--shared="$run_dir" --free-gib={cluster.free_gib:g}', *_cache(cluster, "--cache")]
+    words += [f'--shared="$run_dir" --free-gib={cluster.free_gib:g}', *_cache(point, cluster, "--cache")]
     words += [f"--gpus={cluster.gpus}"] if cluster.gpus else []
     return template("preflight.sh").substitute(doctor=" ".join(words)).rstrip()

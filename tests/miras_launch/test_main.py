@@ -36,3 +36,20 @@ def test_a_layout_that_does_not_divide_starts_nothing(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert "parallel.tensor x pipeline x context = 2: this job has 3 ranks" in said
     assert "model.heads = 3" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes=2"], "nodes = 2: torchrun must know where they meet; start this on every machine with --rendezvous"),
+        (["--nodes=2", "--rendezvous=a:1", "--node-rank=2"], "--node-rank 2: must be from 0 to 1, with 2 nodes"),
+        (["--cluster=slurm_cpu", "--node-rank=0"], "--node-rank 0: launcher slurm finds its machines by itself"),
+        (["--cluster=mpi_1x8", "--rendezvous=a:1"], "--rendezvous a:1: launcher mpi finds its machines by itself"),
+    ],
+)
+def test_where_machines_meet_is_said_where_it_is_needed_and_nowhere_else(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two machines would wait for each other at two places, ten minutes long; or a wish is silently ignored."""
+    assert main([DEBUG, *words, "--training.micro_batch=1", "--dry-run"]) == 2
+    assert message in capsys.readouterr().err

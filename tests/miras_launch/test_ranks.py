@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from miras_launch.cluster import Cluster
 from miras_launch.main import main
+from miras_launch.points import Point
 from miras_launch.ranks import environment_of, program
+
+from miras_megatron.config.load import load_run
 
 DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
 
@@ -17,6 +25,11 @@ def stand_in(folder: Path, text: str) -> str:
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
     return str(path)
+
+
+def with_sources() -> dict[str, str]:
+    """The environment of a Python that finds what this one finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def cluster_file(folder: Path, mpirun: str, more: str = "") -> str:
@@ -33,7 +46,9 @@ def test_mpirun_gets_the_clusters_words_ranks_and_variables(tmp_path: Path, monk
     monkeypatch.setenv("NAME", "me")
     assert main([words, DEBUG, "--nodes=2", "--training.micro_batch=1"]) == 3, "the ranks' exit code is the command's"
     called = (tmp_path / "called").read_text()
-    assert called.startswith("of me: --bind-to none -n 8 ") and "miras-train " in called
+    assert (
+        called.startswith("of me: --bind-to none -n 8 env SPECIAL=of me MIRAS_EXIT_CODE=/") and "miras-train " in called
+    )
     assert called.endswith(f"{DEBUG} --training.micro_batch=1 --data.cache=/local/me\n")
 
 
@@ -43,7 +58,7 @@ def test_the_preflight_comes_first_and_stops_a_run_on_machines_at_fault(
     """As in a job of Slurm."""
     monkeypatch.chdir(tmp_path)
     mpirun = stand_in(tmp_path, 'echo "$*" >> called; case "$*" in *miras-doctor*) exit 1;; esac')
-    assert main([cluster_file(tmp_path, mpirun, "doctor: true\n"), DEBUG, "--training.micro_batch=1"]) == 1
+    assert main([cluster_file(tmp_path, mpirun, "doctor: true\n"), DEBUG, "--training.micro_batch=1"]) == 6
     (called,) = (tmp_path / "called").read_text().splitlines()
     assert called.endswith("miras-doctor --shared=runs/debug_cpu --free-gib=10 --gpus=4")
 
@@ -71,6 +86,52 @@ def test_a_sweep_here_trains_one_after_the_other_and_leaves_out_what_is_through(
     assert "layers=1: at its last step already" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["mpi", "torchrun"])
+def test_a_rank_with_something_to_mend_is_heard(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers tell a code of their own: torchrun 1, mpirun perhaps that of a victim."""
+    monkeypatch.chdir(tmp_path)
+    told = 'while [[ $1 != miras* && $1 != */miras* ]]; do case "$1" in MIRAS*) export "$1";; esac; shift; done; '
+    told += 'mkdir -p "$(dirname "$MIRAS_EXIT_CODE")"; echo 3 > "$MIRAS_EXIT_CODE"; exit 4'
+    mpirun = stand_in(tmp_path, told)
+    words = [cluster_file(tmp_path, mpirun)] if name == "mpi" else []
+    monkeypatch.setattr(sys, "executable", mpirun if name == "torchrun" else sys.executable)
+    assert main([*words, DEBUG, "--training.micro_batch=1"]) == 3
+    stand_in(tmp_path, "exit 4")
+    assert main([*words, DEBUG, "--training.micro_batch=1"]) == 4, "what an earlier start said is forgotten"
+
+
+@pytest.mark.parametrize(("name", "word"), [("mpi", "USR1"), ("torchrun", "TERM")])
+def test_a_signal_goes_on_to_the_launcher_and_no_other_run_is_started(name: str, word: str, tmp_path: Path) -> None:
+    """Else miras-launch dies, its ranks go on with nobody watching, and the next start finds the folder taken."""
+    told = f"trap 'echo heard {word} >> calls; kill %1; exit 0' {word}; echo begun >> calls; sleep 60 & wait"
+    mpirun, calls = stand_in(tmp_path, told), tmp_path / "calls"
+    words = [DEBUG, "--training.micro_batch=1", "--sweep=optimizer.lr=1e-3,2e-3"]
+    words += [cluster_file(tmp_path, mpirun)] if name == "mpi" else []
+    code = f"import sys, miras_launch.main as m; sys.executable = {mpirun!r}; sys.exit(m.main({words!r}))"
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=with_sources())
+    try:
+        end = time.monotonic() + 60
+        while not calls.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(60) == 0
+    finally:
+        launcher.kill()
+    assert calls.read_text().splitlines() == ["begun", f"heard {word}"]
+
+
+@pytest.mark.parametrize("word", ["--data.cache=/mine/$NAME", "--data.cache /mine/$NAME"])
+def test_a_cache_on_the_command_line_wins(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The user knows better than the site where there is room; and the doctor looks there."""
+    more = "cache: /site\ndoctor: true\n"
+    assert (
+        main([cluster_file(tmp_path, "mpirun", more), DEBUG, *word.split(), "--training.micro_batch=1", "--dry-run"])
+        == 0
+    )
+    look, train = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert "/site" not in look + train and "'--cache=/mine/$NAME'" in look and "/mine/$NAME" in train
+
+
 def test_programs_are_found_where_the_machines_have_them() -> None:
     """In an image the path of the login node's Python means nothing."""
     assert program(Cluster(programs="/opt/miras/bin"), "miras-train") == "/opt/miras/bin/miras-train"
@@ -81,4 +142,5 @@ def test_programs_are_found_where_the_machines_have_them() -> None:
 def test_variables_of_the_cluster_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what the site knows to be right."""
     monkeypatch.setenv("OMP_NUM_THREADS", "96")
-    assert environment_of(Cluster(environment={"OMP_NUM_THREADS": "8"}))["OMP_NUM_THREADS"] == "8"
+    point = Point(load_run([DEBUG]), (DEBUG,))
+    assert environment_of(Cluster(environment={"OMP_NUM_THREADS": "8"}), point)["OMP_NUM_THREADS"] == "8"

@@ -356,6 +356,24 @@ def test_a_machine_without_slurm_is_one_message(
     )
 
 
+def test_a_folder_that_takes_no_files_is_one_message(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a traceback of pathlib."""
+    (place / "runs").write_text("a file")
+    assert main([DEBUG, "--cluster=slurm_cpu", "--training.micro_batch=1"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "1 problem in run.dir = runs/debug_cpu\n  runs/debug_cpu" in said and "Not a directory); choose another" in said
+    )
+
+
+def test_a_cache_on_the_command_line_wins(place: Path) -> None:
+    """The user knows better than the site where there is room; and the doctor looks there."""
+    made = job(replace(TINY, cache="/site", doctor=True), words=("--data.cache=/mi ne", "--training.micro_batch=1"))
+    assert "/site" not in made.script and "--cache='/mi ne'" in made.script and "--data.cache" not in made.script
+    (path,) = written(made)
+    assert load_run([str(path)]).data.cache == "/mi ne"
+
+
 def test_slurms_refusal_is_one_message_with_the_field(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A typo in partition must name the file where it stands, and what there is."""
     said = "sbatch: error: invalid partition specified: nope"
