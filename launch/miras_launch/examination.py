@@ -64,8 +64,8 @@ class Examination:
         return self._verdict()
 
     def _meet(self) -> bool:
-        self.meeting.tell("node", [self.node, self.info.local_rank == 0])
-        heard = self.meeting.hear_all("node")
+        own = [self.node, self.info.local_rank == 0]
+        heard = self.meeting.gather("node", own, range(self.info.world_size))
         self.leaders = [rank for rank, (_, first) in sorted(heard.items()) if first]
         self.nodes = {rank: name for rank, (name, _) in heard.items()}
         names = [self.nodes[rank] for rank in self.leaders]
@@ -105,10 +105,8 @@ class Examination:
         with suppress(OSError):
             marks.mkdir(parents=True, exist_ok=True)
             (marks / str(self.info.rank)).touch()
-        self.meeting.tell("marked", True)
-        self.meeting.hear("marked", self.leaders)
-        self.meeting.tell("seen", _seen(marks, len(self.leaders)))
-        heard = self.meeting.hear("seen", self.leaders)
+        self.meeting.gather("marked", True, self.leaders)
+        heard = self.meeting.gather("seen", _seen(marks, len(self.leaders)), self.leaders)
         with suppress(OSError):
             (marks / str(self.info.rank)).unlink()
             marks.rmdir()  # by the last one
@@ -123,11 +121,10 @@ class Examination:
             return
         address = own_address(self.info)
         with door(address) as port:
-            self.meeting.tell("door", [address, port])
-            doors = self.meeting.hear("door", self.leaders)
+            doors = self.meeting.gather("door", [address, port], self.leaders)
             others = {self.nodes[rank]: tuple(place) for rank, place in doors.items() if rank != self.info.rank}
-            self.meeting.tell("missed", unreachable(others, self.meeting.deadline))
-            heard = self.meeting.hear("missed", self.leaders)
+            missed_here = unreachable(others, self.meeting.deadline)
+            heard = self.meeting.gather("missed", missed_here, self.leaders)
         if self.info.rank == 0:
             self._missing(set(self.leaders) - heard.keys(), "didn't end its calls to the others")
             self.faults += find_unreachable({self.nodes[rank]: missed for rank, missed in heard.items()})

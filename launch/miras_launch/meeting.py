@@ -62,6 +62,16 @@ class Meeting:
             time.sleep(0.02)
         return heard
 
+    def gather(self, what: str, value: object, ranks: Sequence[int]) -> dict[int, Any]:
+        """Say `value`; what each of `ranks` says, as far as it came in time, alike on all that ask. Rank 0 must ask.
+
+        It alone looks for everybody's: all for all would be a million looks a round at a thousand ranks.
+        """
+        self.tell(what, value)
+        if self.info.rank == 0:
+            self.tell(f"all_{what}", list(self.hear(what, ranks).items()))
+        return {int(rank): said for rank, said in self.hear_first(f"all_{what}") or ()}
+
     def hear_first(self, what: str) -> Any:
         """What rank 0 says; None: nothing. It may have waited for others itself, so it gets three deadlines."""
         return self.hear(what, [0], deadlines=3.0).get(0)

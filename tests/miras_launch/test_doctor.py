@@ -38,16 +38,21 @@ def examined(
     absent: tuple[int, ...] = (),
     options: Callable[[int], dict[str, Any]] = lambda rank: {},
     deadline: float = 4.0,
+    seen: Callable[[Any, int], Any] = lambda store, rank: store,
     **of_rank: Callable[[int], Any],
 ) -> list[int]:
-    """The exit codes of ranks on a machine n0, n1, .. each; of_rank: rank -> looks, collective."""
+    """The exit codes of ranks on a machine n0, n1, .. each.
+
+    seen      what a rank takes for the store
+    of_rank   rank -> looks, collective
+    """
     store, codes = dist.HashStore(), dict[int, int]()
 
     def part(rank: int) -> None:
         info = RankInfo(rank=rank, world_size=ranks, launcher="test")
         given = {name: choose(rank) for name, choose in of_rank.items()}
         given = {"looks": {"versions": well}, "collective": lambda meeting: ""} | given
-        met = Meeting(store, info, deadline)
+        met = Meeting(seen(store, rank), info, deadline)
         codes[rank] = Examination(met, wanted(**options(rank)), node=f"n{rank}", **given).run()
 
     threads = [threading.Thread(target=part, args=(rank,)) for rank in range(ranks) if rank not in absent]
@@ -63,6 +68,29 @@ def test_machines_that_are_well_pass(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert examined(3, options=lambda rank: {"shared": tmp_path}) == [0, 0, 0]
     assert "miras-doctor: nothing found; 3 ranks by test" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_rank_0_looks_for_what_all_others_say(tmp_path: Path) -> None:
+    """A thousand ranks that each look for a thousand keys keep the store busy for longer than the deadline."""
+    looked: list[tuple[int, str]] = []
+
+    class Counted:
+        """The store, as one rank sees it."""
+
+        def __init__(self, store: Any, rank: int) -> None:
+            self.store, self.rank = store, rank
+
+        def check(self, keys: list[str]) -> bool:
+            looked.extend((self.rank, key) for key in keys)
+            return bool(self.store.check(keys))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+    assert examined(3, options=lambda rank: {"shared": tmp_path}, seen=Counted) == [0, 0, 0]
+    asked = {key for rank, key in looked if rank == 1}
+    assert asked and all(key.endswith("_0") for key in asked), asked
+    assert {"node_2", "marked_1", "seen_2", "door_1", "missed_2"} <= {key for rank, key in looked if rank == 0}
 
 
 def test_a_machine_with_another_torch_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,28 @@ def test_a_warned_job_and_one_that_lost_a_rank_come_back_with_the_same_numbers(
     assert learned(run) == learned(undisturbed)
 
 
+STAGGERED = """\
+#!/bin/bash
+if [ "$SLURM_PROCID" = 2 ]; then sleep 1; echo 2 > "$MIRAS_EXIT_CODE"; exit 2; fi
+sleep 3
+exit 4
+"""
+"""Rank 2 has something to mend, and the others lose it."""
+
+
+def test_a_jobs_code_is_the_first_causes(slurm: OneHostSlurm, tmp_path: Path) -> None:
+    """Of 2 and then three times 4 srun tells the highest, and a signal where it kills: both are queued again."""
+    program = tmp_path / "bin/miras-train"
+    program.parent.mkdir()
+    program.write_text(STAGGERED)
+    program.chmod(0o755)
+    job = submitted(slurm, tmp_path, run_words(tmp_path), more=f"programs: {program.parent}")
+    assert slurm.wait_for(lambda: slurm.state(job) == "FAILED", PATIENCE), slurm.state(job)
+    assert "ExitCode=2:0" in slurm.call("scontrol", "show", "job", job)
+    (log,) = (tmp_path / "run/logs").glob("job_*.log")
+    assert "ranks ended with exit code 2" in log.read_text() and "start 2" not in log.read_text()
+
+
 def test_a_sweep_is_an_array_and_goes_on_where_it_is_not_through(slurm: OneHostSlurm, tmp_path: Path) -> None:
     """Three points train side by side, each in a folder of its own; submitted again, only what is left is."""
     words = [*tiny_config(tmp_path, training__steps=3), "--sweep=optimizer.lr=1e-3,2e-3,4e-3"]
