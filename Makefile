@@ -53,7 +53,7 @@ test: check
 	$(PYTEST) $(TWO) --durations=20
 
 test-faults: $(READY)
-	$(PYTEST) -m "faults and not full" tests/faults -rP --durations=20
+	$(PYTEST) -m "faults and not full" tests/faults --verbose --show-capture=stdout --durations=20
 
 # A Slurm of its own for the tests: the packages' own services aren't used.
 test-slurm: $(READY)
