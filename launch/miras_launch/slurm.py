@@ -174,14 +174,22 @@ def _sbatch(path: Path, cluster: Cluster, where: str) -> str:
 def _hints(said: str, cluster: Cluster) -> Iterator[str]:
     """Which field of the cluster Slurm's complaint is about, and what would do."""
     if "partition" in said.lower():
-        known = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, check=False)
-        yield f"partition = {cluster.partition!r}: Slurm has {', '.join(sorted(set(known.stdout.split()))) or 'none'}"
+        yield f"partition = {cluster.partition!r}: {_partitions()}"
     if "account" in said.lower():
         yield f"account = {cluster.account!r}: sacctmgr show associations user=$USER lists yours"
     if any(word in said.lower() for word in ("node", "cpu", "memory", "gres", "time limit")):
         names = ("nodes", "ranks_per_node", "gpus", "cpus_per_rank", "memory_per_node", "time_limit")
         asked = ", ".join(f"{name} = {getattr(cluster, name)}" for name in names)
         yield f"{asked}: sinfo --long --Node lists what the machines have"
+
+
+def _partitions() -> str:
+    """Those that Slurm has, in words."""
+    try:
+        known = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "sinfo lists those there are"
+    return f"Slurm has {', '.join(sorted(set(known.stdout.split()))) or 'none'}"
 
 
 def _target(points: Sequence[Point], is_sweep: bool) -> str:
