@@ -43,6 +43,11 @@ def find_warnings(run: Run) -> Problems:
             f"optimizer.warmup_steps = {run.optimizer.warmup_steps}: longer than training.steps = "
             f"{run.training.steps}; the learning rate never reaches optimizer.lr"
         )
+    if run.training.watchdog >= run.parallel.timeout:
+        yield (
+            f"training.watchdog = {run.training.watchdog:g}: not below parallel.timeout = {run.parallel.timeout:g}, so "
+            "a step that hangs ends by that, without every rank's stack"
+        )
     if not MEMORY_LETTERS & set(model.letters):
         return
     bound = stable_lr(run)

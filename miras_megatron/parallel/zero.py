@@ -72,6 +72,7 @@ def start_zero(model: nn.Module, groups: list[dict[str, Any]], adam: Adam, mesh:
     groups   parameter groups of one dtype each, as torch's optimizers take them
     """
     deepspeed = _import_deepspeed(mesh)
+    largest = max(weight.numel() for group in groups for weight in group["params"])
     if plan.stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [type(layer) for layer in plan.layers])
     # The first group's dtype decides how DeepSpeed keeps gradients: this way in float32, in every stage.
@@ -82,7 +83,7 @@ def start_zero(model: nn.Module, groups: list[dict[str, Any]], adam: Adam, mesh:
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=_make_adam(groups, adam, plan.offload, mesh),
-            config=_settings(plan.stage, plan.offload, mesh),
+            config=_settings(plan.stage, plan.offload, mesh, largest),
             mpu=Groups(mesh),
             dist_init_required=False,
         )
@@ -136,18 +137,20 @@ def _import_deepspeed(mesh: ParallelMesh) -> Any:
     return deepspeed
 
 
-def _settings(stage: int, offload: bool, mesh: ParallelMesh) -> dict[str, Any]:
-    """DeepSpeed's configuration. Its precision is left at fp32, since it would cast our float32 weights to bf16.
+def _settings(stage: int, offload: bool, mesh: ParallelMesh, largest: int) -> dict[str, Any]:
+    """DeepSpeed's configuration, for weights of at most `largest` numbers.
 
-    Each group of parameters has one dtype, and gradients are summed, sent and kept in float32. Clipping is stated,
-    for it is on (1.0) where nothing is said; it is done outside.
+    Its precision is left at fp32, since it would cast our float32 weights to bf16. Each group of parameters has one
+    dtype, and gradients are summed, sent and kept in float32. Clipping is stated, for it is on (1.0) where nothing is
+    said; it is done outside.
     """
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": stage < 3,
         "overlap_comm": False,
-        "reduce_bucket_size": 5 * 10**7,
+        "reduce_bucket_size": max(5 * 10**7, largest),  # what doesn't fit in is summed in its own dtype
         "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,  # else what is used again within 10^9 numbers stays whole: all of most models
     }
     if stage in (1, 2) and not offload:
         zero["compute_grad_norm"] = False

@@ -134,6 +134,9 @@ class ZeroModel:
         """Flat float32 sums over the ranks, one a group, of this rank's numbers; after `finish`."""
         raise NotImplementedError
 
+    def give_away(self) -> None:
+        """Leave no weight whole that is shared: those that a pass without an update has left so would be used again."""
+
     def update(self) -> None:
         """AdamW on this rank's numbers, and the new weights on all ranks."""
         self.engine.set_gradient_accumulation_boundary(True)

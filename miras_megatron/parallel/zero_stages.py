@@ -228,6 +228,9 @@ class WeightShards(ZeroModel):
             return [grad for master in self.masters if (grad := master.grad) is not None]
         return [self.optimizer.averaged_gradients[number][0] for number in range(len(self.masters))]
 
+    def give_away(self) -> None:
+        self.optimizer._partition_all_parameters()
+
     @contextmanager
     def whole_shapes(self) -> Iterator[None]:
         plain = [(part.weight, part.weight.data) for part in self.parts]

@@ -213,6 +213,7 @@ class ZeroEngine:
         if self.zero.shards is None:
             put_weights(self._bare, weights)
         else:
+            self.zero.give_away()
             self._deal(weights, "", self.zero.shards)
 
     def _set_masters(self, low_too: bool) -> None:

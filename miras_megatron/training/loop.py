@@ -48,7 +48,7 @@ def train(run: Run, source: str) -> int:
     Raises ValueError for what a user can mend, BadStep where one stops the run.
     """
     parallel = run.parallel
-    with core_without_cuda(), ParallelMesh(parallel, find_rank(), timeout=parallel.timeout) as mesh, watched(run, mesh):
+    with core_without_cuda(), ParallelMesh(parallel, find_rank(), timeout=parallel.timeout) as mesh:
         check_run(run, source, mesh.world_size)
         block_spec(run)  # what only the rule knows is refused here, before anything is written
         run = with_vocabulary(run)
@@ -56,6 +56,7 @@ def train(run: Run, source: str) -> int:
         job = build_job(run, mesh)
         progress = begin(job, start)
         with (
+            watched(run, mesh),  # not before: compilers, data and checkpoints may take longer than any step
             claimed(job, start),
             open_log(job, progress) as log,
             Saver(job, start, lambda path: log.say(f"saved {path}")) as saver,

@@ -7,6 +7,7 @@ of hours is told from one that hangs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import current_thread, main_thread
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +37,12 @@ def begin_anew() -> None:
 
 
 def alive(place: str | None = None, step: int | None = None) -> None:
-    """The main thread moves; it is at `place` in update `step` (None: where it was)."""
+    """The main thread moves; it is at `place` in update `step` (None: where it was). Other threads give no sign.
+
+    A checkpoint that is written behind the run would hide a step that hangs.
+    """
+    if current_thread() is not main_thread():
+        return
     SIGNS.count += 1
     if place is not None:
         SIGNS.place = place

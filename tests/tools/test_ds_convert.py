@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.tiny_run import learned, tiny_config, train_here
 from helpers.worlds import run_world
-from miras_tools.ds_convert import main
+from miras_tools.ds_convert import _latest, main
 
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
@@ -117,6 +117,16 @@ def read_by_deepspeed(argv: list[str], universal: Path, run: Path) -> bool:
             here = part.of(zero.masters, zero.rank)
             same.append(here is None or torch.equal(here, whole[start:end]))
     return all(same)
+
+
+def test_of_several_checkpoints_the_latest_is_meant(tmp_path: Path) -> None:
+    """By name step 900 comes after step 1000."""
+    folders = [tmp_path / name for name in ("global_step1000", "global_step900")]
+    with pytest.raises(ValueError, match=r"holds global_step1000, global_step900, and no `latest`"):
+        _latest(tmp_path, folders)
+    (tmp_path / "latest").write_text("global_step1000")
+    assert _latest(tmp_path, folders) == folders[0]
+    assert _latest(tmp_path, folders[1:]) == folders[1]
 
 
 @needs_deepspeed

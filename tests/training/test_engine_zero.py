@@ -22,6 +22,7 @@ from miras_megatron.model import language_model
 from miras_megatron.training.checkpoint_folder import read_index
 from miras_megatron.training.engine_core import CoreEngine
 from miras_megatron.training.engine_zero import ZeroEngine
+from miras_megatron.training.trouble import Judge, Trouble
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed isn't installed: pip install deepspeed==0.19.8"
@@ -40,7 +41,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"training__precision": "bf16", "optimizer__clip": 0.0},
 }
 STEPS = {"training__steps": 3, "training__micro_batch": 1, "logging__gradients_every": 3}
-DEFAULT = {("data", 1, "bf16"), ("data", 2, "fp32"), ("data", 3, "fp32"), ("context", 2, "fp32")}
+DEFAULT = {
+    ("data", 1, "bf16"),
+    ("data", 2, "fp32"),
+    ("data", 3, "fp32"),
+    ("context", 2, "fp32"),
+    ("data and tensor", 1, "fp32"),
+    ("data and pipeline", 1, "fp32"),
+}
 GIVEN = [
     pytest.param(layout, stage, precision, marks=[pytest.mark.full] * ((layout, stage, precision) not in DEFAULT))
     for layout in LAYOUTS
@@ -144,6 +152,35 @@ def test_a_run_moves_between_engines_stages_and_layouts(tmp_path: Path) -> None:
         train(2, tmp_path, "moved", **CUT, training__steps=steps, **changes)
     check_alike(moved, uncut, rel=1e-6)
     train(2, tmp_path, "moved", **CUT, training__steps=5)
+
+
+def roll_back_once(argv: list[str]) -> int:
+    """A run that finds its fourth step bad and goes back to the checkpoint after the second."""
+    judge, calls = Judge.judge, []
+
+    def judged(self: Judge, loss: float, norm: float, memory: Any) -> Trouble | None:
+        calls.append(loss)
+        return Trouble("spike", "made up", "roll_back") if len(calls) == 4 else judge(self, loss, norm, memory)
+
+    with mock.patch.object(Judge, "judge", judged):
+        return train_here(argv)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+def test_a_run_rolls_back_as_with_megatron_core(tmp_path: Path, stage: int) -> None:
+    """After a step without an update weights of stage 3 are still whole: the checkpoint's must take their place."""
+    changes = CUT | {
+        "training__steps": 5,
+        "checkpoint__every": 2,
+        "evaluate__every": 1,
+        "checkpoint__background": "true",
+    }
+    for name, more in {"core": {}, "zero": zero(stage)}.items():
+        argv = tiny_config(tmp_path, name, **(changes | more))
+        assert run_world(2, roll_back_once, argv) == [0, 0]
+    check_alike(tmp_path / "zero", tmp_path / "core", rel=1e-6)
+    losses = [[record["loss"] for record in records(tmp_path / name, "validation.jsonl")] for name in ("zero", "core")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 5
 
 
 def test_weights_of_another_run_are_a_start(tmp_path: Path) -> None:

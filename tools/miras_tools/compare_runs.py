@@ -13,7 +13,16 @@ from miras_megatron.config.schema import Run, flatten
 
 from .compare_verdict import LOSS, NORM, Kind
 
-LAYOUT = ("parallel", "training.micro_batch", "training.recompute", "memory.checkpoint_every")
+LAYOUT = (
+    "parallel",
+    "training.micro_batch",
+    "training.recompute",
+    "memory.checkpoint_every",
+    "optimizer.engine",
+    "optimizer.zero",
+    "optimizer.offload",
+    "optimizer.distributed",
+)
 """Fields, or whole sections, that change only the order in which numbers are added."""
 PRECISION = "training.precision"
 WITHOUT_EFFECT = (
@@ -24,6 +33,7 @@ WITHOUT_EFFECT = (
     "data.workers",
     "data.cache",
     "training.on_nan",
+    "training.watchdog",
     "parallel.timeout",
 )
 """Fields, or whole sections, that change no number of a step."""

@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def _universal(source: Path, trusted: bool, room: Path) -> Path:
     """`source`, or what DeepSpeed's converter makes of its own checkpoint there."""
     if (source / "zero").is_dir():
         return source
-    own = [path.parent for path in sorted(source.glob("**/*_optim_states.pt"))]
+    own = sorted({path.parent for path in source.glob("**/*_optim_states.pt")})
     if not own:
         raise ValueError(
             f"FOLDER = {source}: neither a universal checkpoint (zero/) nor DeepSpeed's own (*_optim_states.pt)"
@@ -118,8 +119,20 @@ def _universal(source: Path, trusted: bool, room: Path) -> Path:
         raise ValueError(f"FOLDER = {source}: DeepSpeed's own checkpoint is made of pickled objects; {TRUST}")
     from miras_megatron.parallel.zero import make_universal
 
-    make_universal(own[-1], room / "universal")
+    make_universal(_latest(source, own), room / "universal")
     return room / "universal"
+
+
+def _latest(source: Path, own: list[Path]) -> Path:
+    """The one of several checkpoints that DeepSpeed's `latest` names. Raises ValueError where none says which."""
+    if len(own) == 1:
+        return own[0]
+    with suppress(OSError, UnicodeDecodeError):
+        named = source / (source / "latest").read_text(encoding="utf-8").strip()
+        if named in own:
+            return named
+    names = ", ".join(path.name for path in own)
+    raise ValueError(f"FOLDER = {source}: holds {names}, and no `latest` that names one of them; name one's folder")
 
 
 def _write(made: Path, run: Run, target: Path, common: dict[str, Any], tensors: UniversalTensors) -> None:
