@@ -19,7 +19,7 @@ HF_NEWEST = 5.24.0
 help:
 	@echo "make run               train the quickstart model, show what it learned (minutes)"
 	@echo "make test              checks and tests (minutes)"
-	@echo "make test-faults       ranks stopped and killed, files damaged, full disks (a quarter of an hour)"
+	@echo "make test-faults       ranks stopped and killed, files damaged, full disks (minutes)"
 	@echo "make test-slurm        jobs of a real Slurm on this host (needs root, installs slurm-wlm and munge; minutes)"
 	@echo "make test-full         the full test matrices too (about an hour)"
 	@echo "make check             format, lint, types, architecture (a minute)"
