@@ -16,28 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
-from miras_megatron.config.describe import dump_run
 from miras_megatron.config.schema import Optimizer, Parallel, Run
 from miras_megatron.training.checkpoint import COMMON, saved_run
-from miras_megatron.training.checkpoint_folder import (
-    LATEST,
-    describe,
-    find_checkpoint,
-    folder_of,
-    name_of,
-    read_plain,
-    write_atomically,
-    write_manifest,
-    write_plain,
-)
+from miras_megatron.training.checkpoint_folder import find_checkpoint, folder_of, read_plain
 from miras_megatron.training.main import one_message
 from miras_megatron.training.run_folder import stored_form
-from miras_megatron.training.stored_tensors import write_tensors
 
 from .ds_universal import BESIDE, TRUST, UniversalTensors, keep_beside, write_universal
 from .new_folder import new_folder
+from .run_writer import write_run
 
 EXAMPLES = """
 examples:
@@ -101,7 +88,8 @@ def from_deepspeed(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as room, new_folder(target, "RUN_DIR", last=folder_of("").name) as made:
         tensors = UniversalTensors(_universal(source, options.trust_pickle, Path(room)), run, options.trust_pickle)
         updates = tensors.updates
-        _write(made, run, target, common | ({} if updates is None else {"updates": updates}), tensors)
+        placed = stored_form(replace(run, run=replace(run.run, dir=str(target))))
+        write_run(made, placed, common | ({} if updates is None else {"updates": updates}), tensors)
     print(f"wrote {target}: a checkpoint of step {common['step']}", flush=True)
     return 0
 
@@ -133,20 +121,6 @@ def _latest(source: Path, own: list[Path]) -> Path:
             return named
     names = ", ".join(path.name for path in own)
     raise ValueError(f"FOLDER = {source}: holds {names}, and no `latest` that names one of them; name one's folder")
-
-
-def _write(made: Path, run: Run, target: Path, common: dict[str, Any], tensors: UniversalTensors) -> None:
-    """RUN_DIR's files: the checkpoint as `save_checkpoint` leaves it, and the configuration beside it."""
-    run = stored_form(replace(run, run=replace(run.run, dir=str(target))))
-    folder = folder_of(made) / name_of(common["step"])
-    folder.mkdir(parents=True)
-    write_tensors(folder, tensors)
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    write_plain(folder / "common.pt", common | {"lanes": [], "lane_layouts": {}})
-    write_atomically(folder / "config.yaml", dump_run(run))
-    write_manifest(folder, common["step"], {path.name: describe(path) for path in folder.iterdir()})
-    write_atomically(folder_of(made) / LATEST, folder.name + "\n")
-    write_atomically(made / "config.yaml", dump_run(run))
 
 
 COMMANDS = {"to-universal": to_universal, "to-deepspeed": to_deepspeed, "from-deepspeed": from_deepspeed}

@@ -13,22 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
-from miras_megatron.config.describe import dump_run
 from miras_megatron.config.schema import Run
-from miras_megatron.training.checkpoint_folder import (
-    LATEST,
-    describe,
-    folder_of,
-    name_of,
-    write_atomically,
-    write_manifest,
-    write_plain,
-)
+from miras_megatron.training.checkpoint_folder import folder_of, write_atomically
 from miras_megatron.training.main import one_message
 from miras_megatron.training.run_folder import stored_form
-from miras_megatron.training.stored_tensors import write_tensors
 from miras_megatron.training.tokenizer import JsonTokenizer, Tokenizer
 
 from .hf_config import read_config, run_of_folder
@@ -36,6 +24,7 @@ from .hf_import import ImportedWeights
 from .hf_tokenizer import CONFIG, FILE, read_tokenizer
 from .hf_weights import first_few
 from .new_folder import new_folder, refuse_occupied, refuse_small_disk
+from .run_writer import write_run
 
 EXAMPLES = """
 examples:
@@ -77,17 +66,9 @@ def _placed(run: Run, target: Path, tokenizer: Tokenizer) -> Run:
 
 
 def _write(made: Path, run: Run, tokenizer: Tokenizer, weights: ImportedWeights) -> None:
-    """RUN_DIR's files: the checkpoint as `save_checkpoint` leaves it, and what is beside it."""
-    folder = folder_of(made) / name_of(0)
-    folder.mkdir(parents=True)
-    write_tensors(folder, weights)
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    common = {"step": 0, "tokens": 0, "updates": 0, "tokenizer": tokenizer.digest}
-    write_plain(folder / "common.pt", common | {"data": {}, "lanes": [], "lane_layouts": {}})
-    write_atomically(folder / "config.yaml", dump_run(run))
-    write_manifest(folder, 0, {path.name: describe(path) for path in folder.iterdir()})
-    write_atomically(folder_of(made) / LATEST, folder.name + "\n")
-    write_atomically(made / "config.yaml", dump_run(run))
+    """RUN_DIR's files."""
+    common = {"step": 0, "tokens": 0, "updates": 0, "tokenizer": tokenizer.digest, "data": {}}
+    write_run(made, run, common, weights)
     if isinstance(tokenizer, JsonTokenizer):
         _copy_tokenizer(made, tokenizer)
 
