@@ -6,6 +6,7 @@ weight's part is found by the weight. Nothing of deepspeed is imported: `zero` m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Called(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
-class ZeroModel:
+class ZeroModel(ABC):
     """What is alike in all stages.
 
     engine   DeepSpeed's
@@ -117,24 +118,24 @@ class ZeroModel:
         self.optimizer.clear_backward_seen_flag()
         self.optimizer.backward_prologue()
 
+    @abstractmethod
     def close_backward(self) -> None:
         """After the last gradient of a backward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forget(self) -> None:
         """Drop all gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         """Sum what is not summed yet over the ranks, after the last backward pass of a step."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def gradients(self) -> list[Tensor]:
         """Flat float32 sums over the ranks, one a group, of this rank's numbers; after `finish`."""
-        raise NotImplementedError
 
-    def give_away(self) -> None:
+    def give_away(self) -> None:  # noqa: B027  # only stage 3 shares weights
         """Leave no weight whole that is shared: those that a pass without an update has left so would be used again."""
 
     def update(self) -> None:
