@@ -49,10 +49,6 @@ class Notices:
         """Set `name`. Raises Unreachable after `patience` seconds, as every method does."""
         self._ask(lambda store: store.set(name, text), patience)
 
-    def put_first(self, name: str, text: str, patience: float) -> None:
-        """Set `name` unless somebody did."""
-        self._ask(lambda store: store.compare_set(name, "", text), patience)
-
     def get(self, names: list[str], patience: float) -> list[str | None]:
         """The texts of `names`; None for those that nobody has set."""
 
@@ -61,9 +57,9 @@ class Notices:
 
         return list(self._ask(read, patience))
 
-    def count(self, name: str, more: int, patience: float) -> int:
-        """Add `more` to the number under `name`, which begins at 0; returns it."""
-        return int(self._ask(lambda store: store.add(name, more), patience))
+    def swap(self, name: str, old: str, new: str, patience: float) -> bool:
+        """Set `name` if it is still `old` ("": nobody has set it); whether it was. Of all who try one succeeds."""
+        return bool(self._ask(lambda store: store.compare_set(name, old, new).decode() == new, patience))
 
     def _ask(self, does: Callable[[Any], Any], patience: float) -> Any:
         if not self._last.done.wait(patience):  # the store may be asked again when it has come back

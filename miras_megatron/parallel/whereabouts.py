@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
@@ -63,6 +64,16 @@ def describe_wait(frame: FrameType) -> str | None:
         return None
     name = getattr(named[-1].f_locals.get("op0"), "__name__", named[-1].f_code.co_name)  # several sent as one
     return f"{name}{_group(named[-1])}{_caller(named[-1])}"
+
+
+def describe_device_wait(frame: FrameType, device: torch.device) -> str | None:
+    """The wait for a GPU that hasn't done all it was given; None where it has, or where there is none.
+
+    The thread may stand in any line then that asks for a result: a collective on a GPU has no frame.
+    """
+    if device.type != "cuda" or torch.cuda.default_stream(device).query():
+        return None
+    return f"what its GPU was given to do, at {describe_place(frame)}"
 
 
 def describe_place(frame: FrameType) -> str:

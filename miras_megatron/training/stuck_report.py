@@ -45,10 +45,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which question's answers led to the end, and which ranks gave none."""
+    """Which question's answers led to the end, and who isn't among them.
 
-    question: int
+    missing  ranks that gave no answer
+    failed   "rank 3: ValueError: ..." of those that have left the run with an error
+    """
+
+    question: str
     missing: list[int]
+    failed: list[str]
 
 
 Titles = Sequence[str | None]
@@ -60,6 +65,7 @@ def summary(limit: float, answers: Mapping[int, Answer], verdict: Verdict, title
     place = next((answers[rank].place for rank in sorted(answers)), "starting")
     lines = [f"miras-train: no sign of life for {limit:g} s ({place}); {_culprits(answers, verdict)}"]
     lines += [f"  {titles[rank] or f'rank {rank}'}: gives no answer" for rank in verdict.missing]
+    lines += [f"  {failed}" for failed in verdict.failed[1:MOST_GROUPS]]
     groups: dict[tuple[bool, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault((answer.waits, answer.where), []).append(rank)
@@ -73,6 +79,8 @@ def summary(limit: float, answers: Mapping[int, Answer], verdict: Verdict, title
 
 def _culprits(answers: Mapping[int, Answer], verdict: Verdict) -> str:
     """Who is to blame, in words."""
+    if verdict.failed:
+        return f"the others wait for a rank that has left with an error: {verdict.failed[0]}"
     if verdict.missing:
         word = "rank" if len(verdict.missing) == 1 else "ranks"
         return f"{word} {_listed(verdict.missing)} gave no answer: stopped, dead, or the machine is gone"
@@ -81,7 +89,7 @@ def _culprits(answers: Mapping[int, Answer], verdict: Verdict) -> str:
         return f"rank {min(answers)} hangs"
     if busy:
         return f"rank{'s' * (len(busy) > 1)} {_listed(busy)} hang{'s' * (len(busy) == 1)} outside of any collective"
-    return "all ranks wait for each other: they stand in collectives that don't fit together, or the network is gone"
+    return "all ranks wait for each other: in collectives that don't fit together, or the network is gone"
 
 
 def write_report(folder: Path, limit: float, answers: Mapping[int, Answer], verdict: Verdict, titles: Titles) -> str:

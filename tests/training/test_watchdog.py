@@ -20,7 +20,13 @@ from torch import nn
 from miras_megatron.config.check import find_problems
 from miras_megatron.config.load import load_run
 from miras_megatron.parallel.notices import Notices, Unreachable
-from miras_megatron.parallel.whereabouts import describe_place, describe_stacks, describe_wait, main_thread_frame
+from miras_megatron.parallel.whereabouts import (
+    describe_device_wait,
+    describe_place,
+    describe_stacks,
+    describe_wait,
+    main_thread_frame,
+)
 from miras_megatron.training import loop, signs, watchdog
 from miras_megatron.training.main import main
 from miras_megatron.training.signs import SIGNS, alive, begin_anew, give_signs
@@ -42,11 +48,17 @@ def dogs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, limit: flo
     monkeypatch.setattr(watchdog, "GRACE", 1.0)
     begin_anew()
     store = dist.HashStore()
-    made = [Watchdog(limit, Notices(store, "rank 0"), r, ranks, f"rank {r} (dp{r})", tmp_path) for r in range(ranks)]
+    made = [Watchdog(limit, Notices(store, "rank 0"), mesh_of(r, ranks), tmp_path) for r in range(ranks)]
     for dog in made:
         dog.notices.put(f"title_{dog.rank}", dog.title, 1.0)
         dog._count()
     return made
+
+
+def mesh_of(rank: int, ranks: int) -> Any:
+    """What a watchdog asks of its mesh."""
+    cpu = torch.device("cpu")
+    return SimpleNamespace(rank=rank, world_size=ranks, name=f"rank {rank} (dp{rank})", device=cpu)
 
 
 def live(dog: Watchdog) -> None:
@@ -95,21 +107,44 @@ def test_where_nobody_moves_the_lowest_rank_writes_and_all_end(
     assert "main thread" in (tmp_path / "stuck_step_0.txt").read_text()
 
 
-def test_ranks_that_ask_at_once_answer_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are over their limit within a moment: one that asks and doesn't answer would be taken for dead."""
-    both = dogs(tmp_path, monkeypatch, 2)
-    for dog in both:
+def test_ranks_that_are_over_at_once_open_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that hangs all are, within a moment: five hundred questions with as many answers each are too many."""
+    three = dogs(tmp_path, monkeypatch, 3)
+    for dog in three:
         pass_time(dog, 2.0)
-        dog.notices.count("questions", 1, 1.0)
-    for dog in both:
         dog.notices.put(f"ends_{dog.rank}", "", 1.0)
-    lives = [threading.Thread(target=live, args=(dog,)) for dog in both]
+    lives = [threading.Thread(target=live, args=(dog,)) for dog in three]
     for life in lives:
         life.start()
     for life in lives:
         life.join(60)
-    text = (tmp_path / "stuck_step_0.txt").read_text()
-    assert "gave no answer" not in text
+    (question,) = three[0].notices.get(["question"], 1.0)
+    assert question in ("1.0", "1.1", "1.2")
+    assert "gave no answer" not in (tmp_path / "stuck_step_0.txt").read_text()
+
+
+def test_an_asker_that_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its question would else stay open, and nobody would ever decide."""
+    dead, living = dogs(tmp_path, monkeypatch, 2)
+    assert dead.questions.ask() == "1.0"
+    living.questions.answer()
+    assert living.questions.ask() is None
+    living.questions._seen -= 10.0
+    assert living.questions.ask() == "2.1"
+
+
+def test_a_rank_that_left_with_an_error_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others hang in a collective that it will never join; they would be told that their collectives don't fit."""
+    waiting, failed = dogs(tmp_path, monkeypatch, 2)
+    failed._thread.start()
+    failed.stop("rank 1 (dp1): ValueError: no such token")
+    pass_time(waiting, 2.0)
+    waiting._ask()
+    with pytest.raises(Ended):
+        waiting._answer_questions()
+    assert "left with an error: rank 1 (dp1): ValueError: no such token" in capsys.readouterr().err
 
 
 def test_a_rank_that_gives_no_answer_is_named(
@@ -139,15 +174,15 @@ def test_a_store_that_never_answers_keeps_nobody(tmp_path: Path) -> None:
     """Its keeper may be stopped: the call never returns, and the watchdog would hang with the rank it watches."""
 
     class Stopped:
-        def add(self, name: str, more: int) -> int:
+        def compare_set(self, name: str, old: str, new: str) -> bytes:
             threading.Event().wait(60)
-            return 0
+            return b""
 
     notices = Notices(Stopped(), "rank 0")
     for _ in range(2):
         began = time.monotonic()
         with pytest.raises(Unreachable, match="no answer"):
-            notices.count("questions", 0, 0.1)
+            notices.swap("question", "", "1.0", 0.1)
         assert time.monotonic() - began < 5
 
 
@@ -231,20 +266,31 @@ def test_a_rank_that_computes_waits_for_nobody() -> None:
     assert place
 
 
+def test_on_a_gpu_a_rank_waits_wherever_it_asks_for_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its collectives have no frame: every victim would be called a culprit that hangs outside of any collective."""
+    idle = [False]
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: SimpleNamespace(query=lambda: idle[0]))
+    frame, gpu = main_thread_frame(), torch.device("cuda", 1)
+    assert (describe_device_wait(frame, gpu) or "").startswith("what its GPU was given to do, at ")
+    idle[0] = True
+    assert describe_device_wait(frame, gpu) is None
+    assert describe_device_wait(frame, torch.device("cpu")) is None
+
+
 ANSWER = Answer("rank 0 (dp0), process 1 on one", "step 3", 3, 9.0, True, "all_reduce among ranks 0, 1", "main thread:")
 
 
 def test_all_who_wait_for_each_other_are_told_so() -> None:
     """Collectives that don't fit together have no culprit; to name one would send the search the wrong way."""
     answers = {0: ANSWER, 1: replace(ANSWER, title="rank 1", where="broadcast among ranks 0, 1")}
-    text = summary(9.0, answers, Verdict(1, []), ["rank 0", "rank 1"], "there.txt")
+    text = summary(9.0, answers, Verdict("1.0", [], []), ["rank 0", "rank 1"], "there.txt")
     assert "all ranks wait for each other" in text
     assert "waits for all_reduce" in text and "waits for broadcast" in text
 
 
 def test_a_report_without_a_folder_is_told_on_the_console(tmp_path: Path) -> None:
     """A run that hangs while it starts has no folder yet, and may get none: it may turn out to be another's."""
-    told = write_report(tmp_path / "run", 9.0, {0: ANSWER}, Verdict(1, []), ["rank 0"])
+    told = write_report(tmp_path / "run", 9.0, {0: ANSWER}, Verdict("1.0", [], []), ["rank 0"])
     assert told.startswith("in no file (run.dir isn't there yet)") and "main thread:" in told
     assert not (tmp_path / "run").exists()
 
