@@ -1,7 +1,9 @@
 """A flat tensor of which each rank of a group has a part: brought together on one rank, and dealt out again.
 
-The keeper of a tensor is the rank that has most of it. Of many tensors laid end to end and cut into one part a
-rank, only those that lie across a cut travel at all, and every rank keeps about as much as it had.
+The keeper of a tensor is the rank that has most of it; those that have as much take turns. Of many tensors laid end to
+end and cut into one part a rank, only those that lie across a cut travel at all; where each tensor is cut into equal
+parts, all travel. Either way every rank keeps about as much as it had. What was brought together from several ranks
+lies in host memory: a device needs room for one whole tensor.
 All ranks of the group call these in the same order; each waits only for calls before its own, so nobody waits forever.
 """
 
@@ -17,42 +19,59 @@ Span = tuple[int, int]
 """(first, behind the last) of a rank's numbers in the flat tensor; empty where both are equal."""
 
 
-def keeper_of(spans: list[Span]) -> int:
-    """The rank of the group that has most of the tensor; the first of equals."""
-    return max(range(len(spans)), key=lambda rank: (spans[rank][1] - spans[rank][0], -rank))
+def keeper_of(spans: list[Span], turn: int) -> int:
+    """The rank of the group that has most of the tensor; of equals the `turn`-th, counted in circles."""
+    lengths = [end - start for start, end in spans]
+    equals = [rank for rank, length in enumerate(lengths) if length == max(lengths)]
+    return equals[turn % len(equals)]
 
 
-def collect_parts(part: Tensor, spans: list[Span], group: Any) -> Tensor | None:
+def collect_parts(
+    part: Tensor, spans: list[Span], group: Any, *, turn: int = 0, device: torch.device | None = None
+) -> Tensor | None:
     """The whole flat tensor on its keeper (its very part, where it has all of it), None on the others.
 
-    part  [n] of this rank; empty where it has none
+    part    [n] of this rank; empty where it has none
+    turn    number of the tensor among all that are brought together
+    device  through which the group sends, where `part` lies elsewhere: groups of GPUs send nothing of the host's
     """
-    keeper, here = keeper_of(spans), group.rank()
+    keeper, here, device = keeper_of(spans, turn), group.rank(), device or part.device
     if here != keeper:
         if len(part):
-            dist.send(part.contiguous(), dist.get_global_rank(group, keeper), group=group)
+            dist.send(part.contiguous().to(device), dist.get_global_rank(group, keeper), group=group)
         return None
     if all(start == end for rank, (start, end) in enumerate(spans) if rank != keeper):
         return part
-    whole = torch.empty(max(end for _, end in spans), dtype=part.dtype, device=part.device)
+    whole = torch.empty(max(end for _, end in spans), dtype=part.dtype, device=device)
     for rank, (start, end) in enumerate(spans):
         if rank == keeper:
             whole[start:end].copy_(part)
         elif start < end:
             dist.recv(whole[start:end], dist.get_global_rank(group, rank), group=group)
-    return whole
+    return whole.cpu()
 
 
-def deal_parts(whole: Tensor | None, part: Tensor, spans: list[Span], group: Any) -> None:
-    """Write into every rank's `part` its numbers of the keeper's `whole`."""
-    keeper, here = keeper_of(spans), group.rank()
+def deal_parts(
+    whole: Tensor | None,
+    part: Tensor,
+    spans: list[Span],
+    group: Any,
+    *,
+    turn: int = 0,
+    device: torch.device | None = None,
+) -> None:
+    """Write into every rank's `part` its numbers of the keeper's `whole`; `turn` as it was brought together."""
+    keeper, here, device = keeper_of(spans, turn), group.rank(), device or part.device
     if here != keeper:
         if len(part):
-            dist.recv(part, dist.get_global_rank(group, keeper), group=group)
+            taken = part.to(device)
+            dist.recv(taken, dist.get_global_rank(group, keeper), group=group)
+            part.copy_(taken)
         return
     assert whole is not None, "the keeper of a tensor deals it out"
     for rank, (start, end) in enumerate(spans):
         if rank == keeper:
             part.copy_(whole[start:end])
         elif start < end:
-            dist.send(whole[start:end].to(part).contiguous(), dist.get_global_rank(group, rank), group=group)
+            own = whole[start:end].to(device, part.dtype).contiguous()
+            dist.send(own, dist.get_global_rank(group, rank), group=group)

@@ -27,22 +27,19 @@ from ..config.schema import Run, refused_on_resume
 from ..parallel.together import gather_objects
 from .carried import pack_states, unpack_states
 from .checkpoint_folder import (
-    Index,
     begin_checkpoint,
     complete_checkpoint,
     damaged_files,
     describe,
     keep_newest,
     latest_checkpoint,
-    read_index,
-    read_plain,
     refuse_damaged,
     write_atomically,
     write_manifest,
-    write_plain,
 )
 from .engine_core import put_weights
 from .job import Job
+from .plain_files import Index, read_index, read_plain, write_plain
 from .run_folder import stored_form
 from .signs import alive
 from .tensor_files import PlannedSave

@@ -1,4 +1,4 @@
-"""The folders of checkpoints as files: names, the atomic rename, `latest`, the manifest, and what may be unpickled.
+"""The folders of checkpoints as files: names, the atomic rename, `latest`, and the manifest.
 
     RUN/checkpoints/step_00000500/   complete, or it would not have this name
         manifest.json                format version, step, bytes and SHA-256 of every other file
@@ -7,8 +7,7 @@
         .metadata  __0_0.distcp ..   megatron-core's dist_checkpointing (torch_dist)
     RUN/checkpoints/latest           the name of the newest; a resumed run starts there
 
-What is in the tensors is `checkpoint`'s business. A reader unpickles nothing but tensors, plain values
-and the few classes of `METADATA_CLASSES`, so a checkpoint from a stranger can't run code.
+What is in the tensors is `checkpoint`'s business, what may be read of pickled files `plain_files`'.
 """
 
 from __future__ import annotations
@@ -16,64 +15,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import Enum
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from typing import Any
 
 from .manifest import write_atomically as write_atomically
-
-Index = dict[str, TensorStorageMetadata]
-"""Tensor name -> its shape, dtype and parts."""
-
-Places = dict[MetadataIndex, Any]
-"""Part of a tensor -> torch's _StorageInfo: file, offset and length of what torch.save wrote."""
+from .signs import alive
 
 FORMAT = 1
 """Version of everything written here; a reader refuses a newer one."""
 
 MANIFEST, LATEST = "manifest.json", "latest"
 
+BLOCK = 1 << 22
+"""bytes of a file that are read at once"""
+
 NEEDED = (".metadata", "common.pt", "config.yaml")
 """Files of every checkpoint, beside those of the tensors, __*; a manifest that leaves one out checks nothing."""
-
-METADATA_CLASSES = {
-    "torch": {
-        "Size",
-        "device",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-    },
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-"""Everything the index of a torch_dist checkpoint is made of; nothing else is unpickled from it."""
 
 
 def folder_of(run_dir: Path | str) -> Path:
@@ -194,9 +154,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Bytes and SHA-256 of one file."""
+    """Bytes and SHA-256 of one file. Every block is a sign of life: a file of a large model takes minutes."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        while block := file.read(BLOCK):
+            digest.update(block)
+            alive()
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def write_manifest(folder: Path, step: int, files: dict[str, dict[str, Any]]) -> None:
@@ -219,15 +183,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise TypeError("files")
         digest = manifest.pop("sha256", None)  # older ones have none
     except FileNotFoundError:
-        raise _damaged(folder, MANIFEST, "is missing") from None
+        raise damaged(folder, MANIFEST, "is missing") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise _damaged(folder, MANIFEST, f"can't be read ({type(e).__name__})") from None
+        raise damaged(folder, MANIFEST, f"can't be read ({type(e).__name__})") from None
     if version > FORMAT:
         raise ValueError(
             f"{folder}: checkpoint format {version}, this version reads up to {FORMAT}; update miras-megatron"
         )
     if digest is not None and digest != _digest(manifest):
-        raise _damaged(folder, MANIFEST, "has changed since it was written")
+        raise damaged(folder, MANIFEST, "has changed since it was written")
     _refuse_gaps(folder, manifest["files"])
     return manifest
 
@@ -236,11 +200,11 @@ def _refuse_gaps(folder: Path, files: dict[str, Any]) -> None:
     """Raise ValueError where a manifest of our own format names no file to compare, or nothing to compare it with."""
     for name, entry in files.items():
         if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
-            raise _damaged(folder, MANIFEST, f"doesn't say what {name} was when it was written")
+            raise damaged(folder, MANIFEST, f"doesn't say what {name} was when it was written")
     missing = [name for name in NEEDED if name not in files]
     missing += [] if any(name.startswith("__") for name in files) else ["__0_0.distcp"]
     if missing:
-        raise _damaged(folder, MANIFEST, f"doesn't name {', '.join(missing)}")
+        raise damaged(folder, MANIFEST, f"doesn't name {', '.join(missing)}")
 
 
 def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -272,116 +236,6 @@ def _way_out(folder: Path) -> str:
     return f"go on from an earlier one with --resume {folder.parent / others[-1]}"
 
 
-def _damaged(folder: Path, name: str, reason: str) -> ValueError:
+def damaged(folder: Path, name: str, reason: str) -> ValueError:
+    """The error that tells of a damaged file, and of the checkpoint to go on from."""
     return ValueError(f"damaged checkpoint: {folder / name} {reason}; {_way_out(folder)}")
-
-
-# -- what may be unpickled ---------------------------------------------------------------------------
-
-
-def _enum_member(kind: object, name: str) -> Any:
-    """What stands in for `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of an enumeration."""
-    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) is not allowed")
-
-
-class _IndexReader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if name in METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
-
-
-def read_index(folder: Path) -> Index:
-    """Tensor name -> shape, dtype and places. Raises ValueError where it holds anything but tensors' shapes and places.
-
-    torch reads this file with a plain `pickle.load` and byte objects with `weights_only=False`; so it is read
-    here first, through an allow-list, and a checkpoint that holds byte objects at all is refused.
-    """
-    tensors, _ = read_places(folder)
-    return tensors
-
-
-def read_places(folder: Path) -> tuple[Index, Places]:
-    """The index, and where in the files each part of a tensor lies. Raises ValueError as `read_index` does."""
-    try:
-        with open(folder / ".metadata", "rb") as file:
-            index = _IndexReader(file).load()
-    except Exception as e:  # what a changed byte makes of a pickle fails by whatever error comes
-        raise _damaged(folder, ".metadata", f"can't be read: {str(e) or type(e).__name__}") from None
-    held, places = (getattr(index, part, None) for part in ("state_dict_metadata", "storage_data"))
-    if not isinstance(index, Metadata) or not isinstance(held, dict) or not isinstance(places or {}, dict):
-        raise _damaged(folder, ".metadata", "is no index of tensors")
-    tensors = {k: v for k, v in held.items() if isinstance(v, TensorStorageMetadata)}
-    pickled = sorted(map(str, held.keys() - tensors.keys()))
-    if pickled:
-        raise ValueError(f"{folder}: {pickled[0]} is a pickled object, not a tensor; only tensors are read")
-    bent = [str(name) for name, entry in tensors.items() if not _is_described(name, entry)]
-    if bent:
-        raise _damaged(folder, ".metadata", f"doesn't say what {bent[0]} is")
-    return tensors, places or {}
-
-
-def _is_described(name: object, entry: TensorStorageMetadata) -> bool:
-    """Whether an entry of the index has what a reader of the tensor asks for; an unpickled one may lack anything."""
-    try:
-        corners = [corner for part in entry.chunks for corner in (part.offsets, part.sizes)]
-        sized = all(isinstance(corner, tuple) and len(corner) == len(entry.size) for corner in [entry.size, *corners])
-        return isinstance(name, str) and sized and isinstance(entry.properties.dtype, torch.dtype)
-    except (AttributeError, TypeError):
-        return False
-
-
-def write_plain(path: Path, content: dict[str, Any]) -> None:
-    """Write tensors and plain values, down to the disk. Raises OSError where the disk doesn't take them."""
-    with open(path, "wb") as file:
-        save_into(file, content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def save_into(file: IO[bytes], content: Any) -> None:
-    """torch.save, which raises OSError where the disk is full."""
-    with as_the_system_says():
-        torch.save(content, file)
-
-
-@contextmanager
-def as_the_system_says() -> Iterator[None]:
-    """Inside, torch.save raises OSError where the disk is full: its own complaint is of a position in a stream."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-
-
-def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """A file of tensors and plain values, with no key but `allowed`. Raises ValueError naming what else it holds."""
-    with no_extra_globals():
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as e:  # over a file of another kind torch's reader stumbles by whatever error comes
-            first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise ValueError(f"{path}: can't be read as tensors and plain values: {first}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, not named values")
-    unknown = sorted(map(str, content.keys() - set(allowed)))
-    if unknown:
-        raise ValueError(f"{path}: unknown entries {', '.join(unknown)}; allowed are {', '.join(allowed)}")
-    return content
-
-
-@contextmanager
-def no_extra_globals() -> Iterator[None]:
-    """Inside, torch.load's allow-list is torch's own: megatron-core's import adds classes to it."""
-    extra = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        yield
-    finally:
-        torch.serialization.add_safe_globals(extra)

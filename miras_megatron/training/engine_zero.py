@@ -131,7 +131,7 @@ class ZeroEngine:
         return self.state()
 
     def weights(self) -> dict[str, Any]:
-        """In stage 3 each on the rank that has most of it, one after the other; there they are written and read."""
+        """In stage 3 each on one rank, which writes and reads it: they take turns."""
         named = self._named()
         if self.zero.shards is None:
             return named
@@ -157,9 +157,9 @@ class ZeroEngine:
         self, named: dict[str, Any], flats: list[Tensor], *, low_only: bool = False
     ) -> Iterator[tuple[str, Any, Tensor]]:
         """(name, its place, the whole tensor) of those that this rank brings together from all ranks' `flats`."""
-        for name, sharded, part in self._placed(named, low_only):
-            here = self._part(part, flats).detach().to(self._mesh.device)
-            flat = collect_parts(here, part.spans, self.zero.group)
+        for turn, (name, sharded, part) in enumerate(self._placed(named, low_only)):
+            here, device = self._part(part, flats).detach(), self._mesh.device
+            flat = collect_parts(here, part.spans, self.zero.group, turn=turn, device=device)
             if flat is not None:
                 replica = (*sharded.replica_id[:-1], 0) if len(part.spans) > 1 else sharded.replica_id
                 yield name, replace(sharded, replica_id=replica, data=None), flat.view(part.shape)
@@ -197,12 +197,10 @@ class ZeroEngine:
 
     def _deal(self, stored: dict[str, Tensor], suffix: str, flats: list[Tensor], *, low_only: bool = False) -> None:
         """Hand out to all ranks' `flats` what each rank read."""
-        for name, _, part in self._placed(self._named(), low_only):
-            whole = stored.get(name + suffix)
-            values = self._part(part, flats)
-            here = values.to(self._mesh.device)  # a copy where the host keeps it: groups of GPUs send no others
-            deal_parts(None if whole is None else whole.reshape(-1), here, part.spans, self.zero.group)
-            values.copy_(here)
+        for turn, (name, _, part) in enumerate(self._placed(self._named(), low_only)):
+            whole, values = stored.get(name + suffix), self._part(part, flats)
+            flat = None if whole is None else whole.reshape(-1)
+            deal_parts(flat, values, part.spans, self.zero.group, turn=turn, device=self._mesh.device)
 
     @torch.no_grad()
     def put_weights(self, weights: dict[str, Tensor]) -> None:

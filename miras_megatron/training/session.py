@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .carried import pack_states, unpack_states
-from .checkpoint_folder import read_plain
+from .plain_files import read_plain
 
 SESSION_FORMAT = 1
 KEYS = ("format", "model", "layout", "tensors", "tokens", "pending")

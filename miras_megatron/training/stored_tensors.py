@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from .checkpoint_folder import no_extra_globals, read_places, save_into
+from .plain_files import no_extra_globals, read_places, save_into
 
 WEIGHTS_FILE = "__0_0.distcp"
 NOT_WEIGHTS = ("optimizer.", "random.", "lane")

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from .checkpoint_folder import as_the_system_says
+from .plain_files import as_the_system_says
 from .signs import alive
 
 Failure = BaseException | None

@@ -13,7 +13,8 @@ import pytest
 from helpers.ranks import START_DEADLINE, Fault, start_ranks
 from helpers.tiny_run import records, tiny_config
 
-from miras_megatron.training.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_index
+from miras_megatron.training.checkpoint_folder import complete_checkpoints, latest_checkpoint
+from miras_megatron.training.plain_files import read_index
 
 pytestmark = pytest.mark.faults
 
@@ -31,7 +32,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 SEEDS = [pytest.param(seed, marks=[pytest.mark.full] * (seed >= len(LAYOUTS))) for seed in range(20)]
 """Of the first five each has another layout."""
 
-RUN = {"training__steps": 6, "checkpoint__every": 2, "checkpoint__keep": 2, "parallel__timeout": 60}
+RUN: dict[str, Any] = {
+    "training__steps": 6,
+    "checkpoint__every": 2,
+    "checkpoint__keep": 2,
+    "parallel__timeout": 60,
+    "training__watchdog": 90,
+}
 
 DEADLINE = 240.0
 """seconds for one start, on a busy machine"""

@@ -17,7 +17,8 @@ from torch import Tensor
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.load import load_run
 from miras_megatron.config.schema import Run
-from miras_megatron.training.checkpoint_folder import describe, folder_of, name_of, write_manifest, write_plain
+from miras_megatron.training.checkpoint_folder import describe, folder_of, name_of, write_manifest
+from miras_megatron.training.plain_files import write_plain
 from miras_megatron.training.stored_tensors import write_tensors
 from miras_megatron.training.tokenizer import ByteTokenizer
 

@@ -14,9 +14,10 @@ from miras_tools.hf_names import VOCABULARY
 from miras_tools.inspect_weights import _apart, main
 from safetensors.torch import load_file, save_file
 
-from miras_megatron.training.checkpoint_folder import find_checkpoint, read_places
+from miras_megatron.training.checkpoint_folder import find_checkpoint
 from miras_megatron.training.generate import open_model
 from miras_megatron.training.main import main as train
+from miras_megatron.training.plain_files import read_places
 from miras_megatron.training.stored_tensors import StoredTensors
 
 

@@ -11,8 +11,8 @@ from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 
 from miras_megatron.training import loop
-from miras_megatron.training.checkpoint_folder import read_index
 from miras_megatron.training.main import main
+from miras_megatron.training.plain_files import read_index
 
 SHARED = {"optimizer__distributed": "true"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

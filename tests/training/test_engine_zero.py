@@ -19,9 +19,9 @@ from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 
 from miras_megatron.model import language_model
-from miras_megatron.training.checkpoint_folder import read_index
 from miras_megatron.training.engine_core import CoreEngine
 from miras_megatron.training.engine_zero import ZeroEngine
+from miras_megatron.training.plain_files import read_index
 from miras_megatron.training.trouble import Judge, Trouble
 
 pytestmark = pytest.mark.skipif(

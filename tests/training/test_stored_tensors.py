@@ -9,8 +9,9 @@ from helpers.tiny_run import tiny_config, train_here
 from helpers.worlds import run_world
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from miras_megatron.training.checkpoint_folder import find_checkpoint, read_places
+from miras_megatron.training.checkpoint_folder import find_checkpoint
 from miras_megatron.training.generate import open_model
+from miras_megatron.training.plain_files import read_places
 from miras_megatron.training.stored_tensors import StoredTensors, write_tensors
 
 WHAT_IS_NO_WEIGHT = {"optimizer", "random", "lane"}

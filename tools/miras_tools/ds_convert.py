@@ -18,8 +18,9 @@ from typing import Any
 
 from miras_megatron.config.schema import Optimizer, Parallel, Run
 from miras_megatron.training.checkpoint import COMMON, saved_run
-from miras_megatron.training.checkpoint_folder import find_checkpoint, folder_of, read_plain
+from miras_megatron.training.checkpoint_folder import find_checkpoint, folder_of
 from miras_megatron.training.main import one_message
+from miras_megatron.training.plain_files import read_plain
 from miras_megatron.training.run_folder import stored_form
 
 from .ds_universal import BESIDE, TRUST, UniversalTensors, keep_beside, write_universal

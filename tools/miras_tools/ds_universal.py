@@ -19,8 +19,8 @@ from torch import Tensor
 
 from miras_megatron.config.schema import Run
 from miras_megatron.parallel.zero import VERSION
-from miras_megatron.training.checkpoint_folder import no_extra_globals, write_plain
 from miras_megatron.training.optimizer import MOMENTS
+from miras_megatron.training.plain_files import no_extra_globals, write_plain
 from miras_megatron.training.stored_tensors import StoredTensors
 
 from .hf_shapes import weight_dtypes, weight_shapes

@@ -18,8 +18,8 @@ from miras_megatron.training.checkpoint_folder import (
     name_of,
     write_atomically,
     write_manifest,
-    write_plain,
 )
+from miras_megatron.training.plain_files import write_plain
 from miras_megatron.training.stored_tensors import write_tensors
 
 

@@ -18,14 +18,10 @@ from miras_megatron.compat.heap import give_back_large_blocks
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.schema import Run, blend
 from miras_megatron.training.checkpoint import COMMON, saved_run
-from miras_megatron.training.checkpoint_folder import (
-    damaged_files,
-    find_checkpoint,
-    read_plain,
-    refuse_damaged,
-)
+from miras_megatron.training.checkpoint_folder import damaged_files, find_checkpoint, refuse_damaged
 from miras_megatron.training.generate import tokenizer_of
 from miras_megatron.training.main import one_message, said_by_us
+from miras_megatron.training.plain_files import read_plain
 from miras_megatron.training.stored_tensors import StoredTensors
 from miras_megatron.training.tokenizer import Tokenizer, load_tokenizer
 
