@@ -32,6 +32,9 @@ from typing import Any
 START_DEADLINE = 240.0
 """seconds for the imports of all ranks, on a busy machine"""
 
+MOST_THREADS = 200
+"""of a rank that is kept; DeepSpeed's stage 3 holds every model it has seen, with its process groups, for ever"""
+
 
 def run_world(
     size: int, function: Callable[..., Any], *args: Any, deadline: float = 180.0, backend: str = "gloo"
@@ -45,10 +48,13 @@ def run_world(
     if world is None:
         world = _WORLDS[size, backend] = World(size, backend)
     try:
-        return world.run(function, args, deadline)
+        results = world.run(function, args, deadline)
     except BaseException:
         _WORLDS.pop((size, backend)).close(patience=0.0)
         raise
+    if world.most_threads() > MOST_THREADS:
+        _WORLDS.pop((size, backend)).close()
+    return results
 
 
 class World:
@@ -100,6 +106,11 @@ class World:
             raise TimeoutError(f"{what}: ranks {', '.join(late)} were still running after {deadline:.0f} s")
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
+    def most_threads(self) -> int:
+        """Of any rank; 0 where the system doesn't tell."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self.ranks]
+        return max(len(os.listdir(path)) if path.exists() else 0 for path in tasks)
+
     def _exit_code(self, rank: int) -> int | None:
         self.ranks[rank].join(5)
         return self.ranks[rank].exitcode
@@ -122,11 +133,24 @@ class World:
 _WORLDS: dict[tuple[int, str], World] = {}
 
 
-def drop_old_groups(most_threads: int = 100) -> None:
-    """Collect models that only their own cycles use: they keep process groups, whose threads never sleep long."""
+def drop_old_groups(most_threads: int = 20) -> None:
+    """Collect models that only their own cycles use: they keep process groups, each with a thread of gloo's that wakes
+    a hundred times a second. Thousands of them take more of two cores than all tests.
+
+    What imports leave stays for ever, and no later collection looks at it again: that takes seconds.
+    """
+    global _modules
     threads = Path("/proc/self/task")
-    if not threads.exists() or len(os.listdir(threads)) > most_threads:
-        gc.collect()
+    if threads.exists() and len(os.listdir(threads)) <= most_threads:
+        return
+    gc.collect()
+    if len(sys.modules) > _modules:
+        gc.freeze()
+        _modules = len(sys.modules)
+
+
+_modules = 0
+"""imported when `drop_old_groups` last froze what was there"""
 
 
 def living_worlds() -> list[tuple[int, str]]:
