@@ -143,6 +143,10 @@ class ZeroModel(ABC):
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
 
+    def close(self) -> None:
+        """Take off DeepSpeed's hooks: they hang on the weights' autograd nodes, where no collector sees the circle."""
+        self.engine.destroy()
+
     def save_own(self, folder: Path, tag: str, step: int) -> None:
         """Write DeepSpeed's own checkpoint `folder`/`tag`, with what its converter to universal ones asks for.
 

@@ -37,9 +37,8 @@ class WholeStates(ZeroModel):
         self.group, self.rank = Alone(), 0
         self.pairs, self._sums = pairs, dict[int, Tensor]()
         self.parts = [Part(w, w.shape, i, 0, [(0, w.numel())]) for i, (w, _) in enumerate(pairs)]
-        for weight, master in pairs:
-            if master is not weight:
-                weight.register_post_accumulate_grad_hook(self._take)
+        low = [weight for weight, master in pairs if master is not weight]
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._take) for weight in low]
 
     @property
     def adam(self) -> torch.optim.Optimizer:
@@ -83,6 +82,11 @@ class WholeStates(ZeroModel):
             master.grad = self.local_gradient(weight)
         self._sums.clear()
         self.engine.allreduce_no_retain([master.grad for _, master in self.pairs], self._ranks)
+
+    def close(self) -> None:
+        super().close()
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def gradients(self) -> list[Tensor]:

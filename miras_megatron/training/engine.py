@@ -66,6 +66,9 @@ class Engine(Protocol):
     def put_weights(self, weights: dict[str, Tensor]) -> None:
         """Start from these weights, with moments of zero. A collective call."""
 
+    def close(self) -> None:
+        """Let go of the model, which isn't trained any more: hooks would keep it, and its groups, in memory."""
+
 
 ENGINES: dict[str, Callable[[Run, MemoryLanguageModel, ParallelMesh], Engine]] = {
     "megatron": CoreEngine,

@@ -80,6 +80,9 @@ class CoreEngine:
         put_weights(self._bare, weights)
         self.optimizer.reload_model_params()
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 @torch.no_grad()
 def put_weights(model: nn.Module, stored: dict[str, Tensor]) -> None:

@@ -207,6 +207,9 @@ class ZeroEngine:
         self._put(weights)
         self._set_masters(low_too=True)
 
+    def close(self) -> None:
+        self.zero.close()
+
     def _put(self, weights: dict[str, Tensor]) -> None:
         if self.zero.shards is None:
             put_weights(self._bare, weights)

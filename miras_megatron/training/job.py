@@ -53,6 +53,11 @@ class Job:
         """What microbatches are given to: the model as the engine wraps it."""
         return self.model if self.engine is None else self.engine.model
 
+    def close(self) -> None:
+        """Nothing is trained any more."""
+        if self.engine is not None:
+            self.engine.close()
+
     @property
     def layout(self) -> ContextLayout:
         """How rows are shared."""

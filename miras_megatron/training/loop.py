@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +56,7 @@ def train(run: Run, source: str) -> int:
         job = build_job(run, mesh)
         progress = begin(job, start)
         with (
+            closing(job),
             watched(run, mesh),  # not before: compilers, data and checkpoints may take longer than any step
             claimed(job, start),
             open_log(job, progress) as log,

@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,12 @@ def to_deepspeed(options: argparse.Namespace) -> int:
     checkpoint, target = find_checkpoint(options.source, "CHECKPOINT"), Path(options.target)
     run = _alone(saved_run(checkpoint), options.zero)
     with new_folder(target, "FOLDER", last=BESIDE) as made, core_without_cuda(), ParallelMesh(run.parallel) as mesh:
-        job: Any = build_job(with_vocabulary(run), mesh)
         from miras_megatron.training.checkpoint import load_checkpoint
 
-        progress = load_checkpoint(job, checkpoint)
-        job.engine.zero.save_own(made, f"step_{progress.step}", progress.step)
+        with closing(build_job(with_vocabulary(run), mesh)) as job:
+            progress = load_checkpoint(job, checkpoint)
+            engine: Any = job.engine
+            engine.zero.save_own(made, f"step_{progress.step}", progress.step)
         keep_beside(checkpoint, made)
     print(
         f"wrote {target}: DeepSpeed's own checkpoint of step {progress.step}, ZeRO {options.zero}, one rank", flush=True
