@@ -7,9 +7,11 @@ dividing by tokens, norm and clipping, is ours, over the flat parts that it leav
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +33,25 @@ from .zero_stages import StateShards, WeightShards, WholeStates
 VERSION = "0.19.8"
 """Of DeepSpeed, tested: what is touched here changes between its versions."""
 
+LOCK_IS_OLD = 300.0
+"""seconds: the compilation takes about sixty"""
+
+PAUSE = 1.0
+"""seconds between two looks at a lock"""
+
 INSTALL = f"pip install deepspeed=={VERSION}"
 
 
 def refuse_without_deepspeed() -> None:
-    """Raise ValueError where DeepSpeed isn't installed."""
+    """Raise ValueError where DeepSpeed isn't installed, or another version than the one that is known here."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError(f'optimizer.engine = "deepspeed": DeepSpeed is not installed here; {INSTALL}')
+    found = importlib.metadata.version("deepspeed")
+    if found.partition("+")[0] != VERSION:  # a build from source adds the commit
+        raise ValueError(
+            f'optimizer.engine = "deepspeed": DeepSpeed {found} is installed here, but its insides are touched as '
+            f"{VERSION} has them; {INSTALL}"
+        )
 
 
 @dataclass(frozen=True)
@@ -180,7 +194,7 @@ def _make_adam(groups: list[dict[str, Any]], adam: Adam, offload: bool, mesh: Pa
         return torch.optim.AdamW(groups, **options)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    refuse_left_locks()
+    wait_for_other_compilations()
     mesh.barrier("looking for locks of DeepSpeed's compilations")
     made: list[torch.optim.Optimizer] = []
     for compiles in (True, False):  # first one rank a machine, which compiles it where it wasn't yet
@@ -190,14 +204,29 @@ def _make_adam(groups: list[dict[str, Any]], adam: Adam, offload: bool, mesh: Pa
     return made[0]
 
 
-def refuse_left_locks() -> None:
-    """Raise ValueError where a compilation of the CPU AdamW was killed: its lock would be waited for forever."""
+def wait_for_other_compilations() -> None:
+    """Until no other run compiles the CPU AdamW here, as those of a sweep that start together do.
+
+    Raises ValueError where a compilation was killed: its lock would be waited for forever.
+    """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in root.glob("**/cpu_adam/lock"):
-        raise ValueError(
-            f"optimizer.offload = true: {lock} was left by a compilation that was killed, or one goes on now; "
-            "DeepSpeed would wait for it forever: remove that file, or wait"
-        )
+        print(f"waiting for another run to compile DeepSpeed's CPU AdamW ({lock})", flush=True)
+        while (age := _age(lock)) is not None:
+            if age > LOCK_IS_OLD:
+                raise ValueError(
+                    f"optimizer.offload = true: {lock} is {age:.0f} s old: it was left by a compilation that was "
+                    "killed, and DeepSpeed would wait for it forever; remove that file"
+                )
+            time.sleep(PAUSE)
+
+
+def _age(file: Path) -> float | None:
+    """Seconds; None where it isn't there."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return None
 
 
 @contextmanager

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
+import os
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -10,7 +14,8 @@ from unittest import mock
 import pytest
 from helpers.tiny_run import tiny_config
 
-from miras_megatron.parallel.zero import refuse_left_locks, refuse_without_deepspeed
+from miras_megatron.parallel import zero
+from miras_megatron.parallel.zero import refuse_without_deepspeed, wait_for_other_compilations
 from miras_megatron.training.main import main
 
 
@@ -29,12 +34,43 @@ def test_a_run_without_deepspeed_is_told_how_to_get_it(tmp_path: Path, capsys: p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_lock_of_a_killed_compilation_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed waits for such a file forever and says nothing."""
+def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is touched of its insides may mean something else there, and would train something else."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for version, known in {"0.19.8": True, "0.19.8+1f2e3d4": True, "0.19.80": False, "0.20.0": False}.items():
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+        with contextlib.nullcontext() if known else pytest.raises(ValueError, match=f"DeepSpeed {version} is"):
+            refuse_without_deepspeed()
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a compilation that goes on."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    refuse_left_locks()
-    folder = tmp_path / "py311_cpu" / "cpu_adam"
-    folder.mkdir(parents=True)
-    (folder / "lock").touch()
-    with pytest.raises(ValueError, match="cpu_adam/lock was left by a compilation that was killed"):
-        refuse_left_locks()
+    wait_for_other_compilations()
+    path = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def test_a_lock_of_a_killed_compilation_is_named(lock: Path) -> None:
+    """DeepSpeed waits for such a file forever and says nothing."""
+    long_ago = time.time() - zero.LOCK_IS_OLD - 5
+    os.utime(lock, (long_ago, long_ago))
+    with pytest.raises(ValueError, match="cpu_adam/lock is 30[5-9] s old: it was left by a compilation"):
+        wait_for_other_compilations()
+
+
+def test_another_run_that_compiles_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of a sweep start together: all but the first would end with exit code 2, which nobody starts again."""
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            lock.unlink()
+
+    monkeypatch.setattr(zero.time, "sleep", sleep)
+    wait_for_other_compilations()
+    assert len(looks) == 3
