@@ -34,16 +34,21 @@ def _of_deepspeed(run: Run) -> Iterator[str]:
         )
     if optimizer.offload and stage == 0:
         yield "optimizer.offload = true: ZeRO 0 shares nothing that could be offloaded; set optimizer.zero to 1, 2 or 3"
+    if optimizer.offload and stage == 2 and run.training.precision == "bf16":
+        yield (
+            "optimizer.offload = true: with optimizer.zero = 2 and training.precision = 'bf16' DeepSpeed rounds the "
+            "ranks' sums of gradients to bf16; set optimizer.zero to 1 or 3, or offload to false"
+        )
     if run.data.packing == "ordered":
         yield (
             "data.packing = 'ordered': rows of one step are run apart, and DeepSpeed's hooks take one backward pass a "
             'micro-batch; set optimizer.engine to "megatron", or data.packing to reset'
         )
-    if parallel.pipeline > 1 and stage > 1:
+    if parallel.pipeline > 1 and stage == 2 and run.model.tie_embeddings:
         yield (
-            f"optimizer.zero = {stage}: with parallel.pipeline = {parallel.pipeline} two stages add up their "
-            f"gradients of a tied embedding before they are shared out, as ZeRO 0 and 1 allow; set 1, or "
-            f"parallel.pipeline to 1"
+            f"optimizer.zero = 2: with parallel.pipeline = {parallel.pipeline} two stages add up their gradients of a "
+            f"tied embedding before they are shared out, as ZeRO 0 and 1 allow; set 1, model.tie_embeddings to false, "
+            f"or parallel.pipeline to 1"
         )
     if stage == 3:
         yield from _of_shared_weights(run)
@@ -51,6 +56,12 @@ def _of_deepspeed(run: Run) -> Iterator[str]:
 
 def _of_shared_weights(run: Run) -> Iterator[str]:
     """ZeRO 3 has a weight only while its module works, and gives it away after."""
+    if run.parallel.pipeline > 1:
+        yield (
+            f"optimizer.zero = 3: with parallel.pipeline = {run.parallel.pipeline} a stage gathers weights between its "
+            f"forwards and backwards, and ranks wait for each other forever; set optimizer.zero to 1, or "
+            f"parallel.pipeline to 1"
+        )
     if pieces_of(run) > 1:
         yield (
             f"optimizer.zero = 3: with parallel.pieces = {run.parallel.pieces} a piece is computed again in backward, "

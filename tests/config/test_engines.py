@@ -34,6 +34,14 @@ def test_every_stage_goes_with_tensor_and_context_parallel_ranks(stage: int | No
     assert problems_of(run_of(zero=stage, training={"precision": "bf16"})) == []
 
 
+def test_stages_of_a_pipeline_go_with_zero_2_where_they_share_no_embedding() -> None:
+    """Otherwise half of the memory that it would save is refused."""
+    assert (
+        problems_of(replace(run_of(zero=2, parallel={"pipeline": 2}), model=Model(block="lmm", tie_embeddings=False)))
+        == []
+    )
+
+
 @pytest.mark.parametrize(
     ("run", "line"),
     [
@@ -43,9 +51,10 @@ def test_every_stage_goes_with_tensor_and_context_parallel_ranks(stage: int | No
         (run_of(zero=-1), "optimizer.zero = -1: a stage of ZeRO, 0 to 3"),
         (run_of(distributed=True), "optimizer.distributed = true: is megatron-core's way of sharing"),
         (run_of(zero=0, offload=True), "optimizer.offload = true: ZeRO 0 shares nothing that could be offloaded"),
+        (run_of(zero=2, offload=True, training={"precision": "bf16"}), "optimizer.offload = true: with optimizer.zero"),
         (replace(run_of(), data=Data(packing="ordered")), "data.packing = 'ordered': rows of one step are run apart"),
         (run_of(zero=2, parallel={"pipeline": 2}), "optimizer.zero = 2: with parallel.pipeline = 2 two stages"),
-        (run_of(zero=3, parallel={"pipeline": 2}), "optimizer.zero = 3: with parallel.pipeline = 2 two stages"),
+        (run_of(zero=3, parallel={"pipeline": 2}), "optimizer.zero = 3: with parallel.pipeline = 2 a stage"),
         (run_of(zero=3, parallel={"pieces": 2}), "optimizer.zero = 3: with parallel.pieces = 2 a piece is computed"),
         (run_of(zero=3, parallel={"forwards_ahead": 1}), "optimizer.zero = 3: with parallel.forwards_ahead = 1 the"),
         (run_of(zero=3, training={"recompute": True}), "optimizer.zero = 3: with training.recompute a layer is"),
