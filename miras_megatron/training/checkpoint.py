@@ -3,7 +3,7 @@
 Sharded, by megatron-core's dist_checkpointing: weights, AdamW's moments and fp32 masters, under the names that any
 layout of ranks understands; and, a rank or a lane each, random states and carried memory states.
 Common (`COMMON`): plain values. Hyperparameters aren't stored: they come from the configuration and the step.
-Files, atomicity and what may be unpickled are `checkpoint_folder`'s.
+Files and atomicity are `checkpoint_folder`'s, what may be unpickled is `plain_files`'.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -25,7 +24,7 @@ from ..config.describe import dump_run
 from ..config.load import load_file
 from ..config.schema import Run, refused_on_resume
 from ..parallel.together import gather_objects
-from .carried import pack_states, unpack_states
+from .carried import pack_states
 from .checkpoint_folder import (
     begin_checkpoint,
     complete_checkpoint,
@@ -40,6 +39,15 @@ from .checkpoint_folder import (
 from .engine_core import put_weights
 from .job import Job
 from .plain_files import Index, read_index, read_plain, write_plain
+from .rank_states import (
+    lane_templates,
+    lane_tensors,
+    random_templates,
+    random_tensors,
+    restore_lanes,
+    restore_random,
+    shard,
+)
 from .run_folder import stored_form
 from .signs import alive
 from .tensor_files import PlannedSave
@@ -75,7 +83,7 @@ class Saving:
         with self._told():
             self._folder = begin_checkpoint(self._run_dir, self.step, job.mesh.rank, _barrier(job))
             planned = PlannedSave(copies=copies)
-            parts = job.engine.state() | _random_tensors(job) | _lane_tensors(job)
+            parts = job.engine.state() | random_tensors(job) | lane_tensors(job)
             dist_checkpointing.save(parts, str(self._folder), sharded_strategy=planned)
             self._common = _common_state(job, progress)
         assert planned.files is not None, "dist_checkpointing.save calls the strategy"
@@ -142,11 +150,11 @@ def load_checkpoint(job: Job, folder: Path) -> Progress:
     refuse_other_run(folder, job.run)
     wanted = job.engine.room_for_state()
     refuse_other_tensors(folder, index, wanted)
-    stored = _load(folder, wanted | _random_templates(job, index) | _lane_templates(job, index))
+    stored = _load(folder, wanted | random_templates(job, index) | lane_templates(job, index))
     refuse_other_tokenizer(folder, stored["tokenizer"], job)
     job.engine.put_state(stored, stored["updates"])
-    _restore_random(job, stored)
-    _restore_lanes(job, stored)
+    restore_random(job, stored)
+    restore_lanes(job, stored)
     job.judge.remember(stored.get("recent", {}))
     if job.feed is not None:
         job.feed.seek(stored["data"])
@@ -221,7 +229,7 @@ def refuse_other_tensors(folder: Path, index: Index, wanted: dict[str, Any]) -> 
 
 def _common_state(job: Job, progress: Progress) -> dict[str, Any]:
     assert job.engine is not None
-    layouts = {_shard(job): pack_states(state)[0] for state in list(job.carried.lanes.values())[:1]}
+    layouts = {shard(job): pack_states(state)[0] for state in list(job.carried.lanes.values())[:1]}
     gathered: dict[str, str] = {}
     for part in gather_objects(job.mesh, layouts):
         gathered |= part
@@ -236,82 +244,6 @@ def _common_state(job: Job, progress: Progress) -> dict[str, Any]:
         "lane_layouts": gathered,
         "recent": job.judge.recent(),
     }
-
-
-def _random_tensors(job: Job) -> dict[str, Any]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    keys = {name: f"random.rank{job.mesh.rank}.{name}" for name in states}
-    return {"random": {name: ShardedTensor.from_rank_offsets(keys[name], x) for name, x in states.items()}}
-
-
-def _random_templates(job: Job, index: Index) -> dict[str, Any]:
-    """This rank's random states, where the checkpoint was written by as many ranks as there are now."""
-    prefix = f"random.rank{job.mesh.rank}."
-    names = [key for key in index if key.startswith("random.rank")]
-    ranks = {key.split(".")[1] for key in names}
-    if len(ranks) != job.mesh.world_size:
-        logger.warning("written by %d ranks, resumed by %d: random states start anew", len(ranks), job.mesh.world_size)
-        return {}
-    return {"random": {key[len(prefix) :]: _template(index, key) for key in names if key.startswith(prefix)}}
-
-
-def _restore_random(job: Job, stored: dict[str, Any]) -> None:
-    random = stored.get("random", {})
-    if "cpu" in random:
-        torch.set_rng_state(random["cpu"].cpu())
-    if "cuda" in random and torch.cuda.is_available():
-        torch.cuda.set_rng_state(random["cuda"].cpu())
-
-
-def _shard(job: Job) -> str:
-    """Which part of every lane's state this rank holds."""
-    return f"t{job.mesh.tensor_rank}p{job.mesh.pipeline_rank}"
-
-
-def _lane_tensors(job: Job) -> dict[str, Any]:
-    tensors = {}
-    for lane, state in job.carried.lanes.items():
-        for name, tensor in pack_states(state)[1].items():
-            key = f"lane{lane}.{_shard(job)}.{name}"
-            tensors[key] = ShardedTensor.from_rank_offsets(key, tensor.contiguous())
-    return {"lane_states": tensors} if tensors else {}
-
-
-def _lane_templates(job: Job, index: Index) -> dict[str, Any]:
-    """The states of the lanes this rank reads, whichever rank wrote them; its own part of the heads and layers."""
-    names = [key for key in index if key.startswith("lane")]
-    own = {f"lane{lane}.{_shard(job)}" for lane in _own_lanes(job)}
-    mine = {key: _template(index, key) for key in names if key.rpartition(".")[0] in own}
-    shards = {key.split(".")[1] for key in names}
-    if names and shards != {f"t{t}p{p}" for t in range(job.mesh.tensor) for p in range(job.mesh.pipeline)}:
-        raise ValueError(
-            'data.packing = "ordered": carried states were saved under another parallel.tensor or parallel.pipeline; '
-            "resume with those, or start a new run with --init-from"
-        )
-    return {"lane_states": mine} if mine else {}
-
-
-def _own_lanes(job: Job) -> list[int]:
-    """The lanes that this data-parallel rank reads."""
-    rows, mesh = job.run.training.micro_batch, job.mesh
-    numbers = range(job.run.micro_batches(mesh.world_size))
-    return [(n * mesh.data + mesh.data_rank) * rows + row for n in numbers for row in range(rows)]
-
-
-def _restore_lanes(job: Job, stored: dict[str, Any]) -> None:
-    job.carried.lanes = {}
-    for lane in sorted(set(stored["lanes"]) & set(_own_lanes(job))):
-        prefix = f"lane{lane}.{_shard(job)}."
-        tensors = {k[len(prefix) :]: v for k, v in stored["lane_states"].items() if k.startswith(prefix)}
-        job.carried.lanes[lane] = unpack_states(stored["lane_layouts"][_shard(job)], tensors)
-
-
-def _template(index: Index, key: str) -> ShardedTensor:
-    """An unsharded tensor to read `key` into; every rank may read it."""
-    entry = index[key]
-    return ShardedTensor.from_rank_offsets(key, torch.empty(entry.size, dtype=entry.properties.dtype))
 
 
 # -- files -------------------------------------------------------------------------------------------

@@ -13,30 +13,25 @@ from ..compat.cpu import core_without_cuda
 from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import train_flops_per_token
-from ..model.build import block_spec, build_model
-from ..parallel.layout import decide_layout, layout_warnings
+from ..model.build import block_spec
+from ..parallel.layout import layout_warnings
 from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
 from ..parallel.together import any_rank, gather_objects
 from ..parallel.trace import chrome_trace
+from .build_job import build_job
 from .checkpoint import Progress, load_checkpoint, load_weights
 from .checkpoint_folder import find_checkpoint, write_atomically
-from .engine import make_engine, refuse_missing_engine
-from .evaluate import evaluate, validation_batches
-from .feed import make_feed
+from .evaluate import evaluate
 from .job import Job
-from .metrics import RunLog, StepReport, board_class, device_peak_tflops
-from .needles import plant_needles
-from .process import settle_process, told_where_memory_is_short
+from .metrics import RunLog, StepReport, device_peak_tflops
 from .profile import profile_window
 from .roll_back import roll_back
 from .run_folder import claimed_folder, find_start
 from .saver import Saver
-from .signs import give_signs
 from .step import train_step
 from .stop import listen_for_stop
-from .tokenizer import load_tokenizer
-from .tokenizer import with_vocabulary as with_vocabulary
+from .tokenizer import with_vocabulary
 from .watchdog import watched
 
 logger = logging.getLogger(__name__)
@@ -135,58 +130,6 @@ def keep_trace(job: Job, step: int) -> None:
 def due(step: int, every: int) -> bool:
     """Whether something that happens `every` so many steps (0: never) happens at `step`."""
     return every > 0 and step % every == 0
-
-
-def validates(run: Run) -> bool:
-    """Whether there is anything to validate on."""
-    return run.data.validation is not None or run.data.split_shares[1] > 0
-
-
-def build_job(run: Run, mesh: ParallelMesh) -> Job:
-    """Model, optimizer and data of this rank. Raises ValueError naming field or file."""
-    refuse_ordered_where_states_cannot_be_carried(run)
-    refuse_missing_engine(run)
-    if run.logging.tensorboard:
-        board_class()
-    refuse_divergence_that_is_not_seen(run)
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    plant = plant_needles(run.data.needles) if run.data.needles is not None else None
-    feed = make_feed(run, tokenizer, rank=mesh.data_rank, ranks=mesh.data, plant=plant)
-    validation = validation_batches(run, tokenizer, mesh) if validates(run) else None
-    mesh.seed(run.training.seed)
-    settle_process(run, mesh)
-    with told_where_memory_is_short():
-        model = build_model(run, mesh)
-        give_signs(model)
-        engine = make_engine(run, model, mesh)
-    return Job(run, mesh, tokenizer, model, model.config, engine, feed, validation)
-
-
-def refuse_ordered_where_states_cannot_be_carried(run: Run) -> None:
-    """Packing "ordered" carries states over steps: they must be of constant size and on one stage."""
-    if run.data.packing != "ordered":
-        return
-    if "a" in run.model.letters:
-        raise ValueError(
-            'data.packing = "ordered": the state of full attention (letter a) grows with the document; '
-            "use letter w (sliding window), or data.packing reset"
-        )
-    if run.parallel.pipeline > 1:
-        raise ValueError(
-            f'data.packing = "ordered" with parallel.pipeline = {run.parallel.pipeline}: rows that start anew and rows '
-            f"that go on are run apart, which needs one stage; set parallel.pipeline to 1, or data.packing to reset"
-        )
-
-
-def refuse_divergence_that_is_not_seen(run: Run) -> None:
-    """Where heads are scanned apart nobody looks inside a memory (`layers.probe`)."""
-    layout = decide_layout(run)
-    if run.training.on_divergence != "ignore" and (layout.carry == "heads" or layout.head_groups > 1):
-        raise ValueError(
-            f"training.on_divergence = {run.training.on_divergence!r}: with parallel.carry {layout.carry} and "
-            f"{layout.head_groups} head groups no memory's norm is recorded; set carry to relay or scan, head_groups "
-            "to 1, or on_divergence to ignore"
-        )
 
 
 def begin(job: Job, start: Path | None) -> Progress:

@@ -16,10 +16,11 @@ from miras_tools.ds_convert import _latest, main
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
 from miras_megatron.parallel.mesh import ParallelMesh
+from miras_megatron.training.build_job import build_job
 from miras_megatron.training.checkpoint_folder import find_checkpoint
-from miras_megatron.training.loop import build_job, with_vocabulary
 from miras_megatron.training.main import main as train
 from miras_megatron.training.stored_tensors import StoredTensors
+from miras_megatron.training.tokenizer import with_vocabulary
 
 HALF = {"training__steps": 2, "optimizer__decay_steps": 4, "training__micro_batch": 1, "checkpoint__every": 0}
 needs_deepspeed = pytest.mark.skipif(

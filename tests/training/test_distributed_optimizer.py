@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 
-from miras_megatron.training import loop
+from miras_megatron.training import build_job
 from miras_megatron.training.main import main
 from miras_megatron.training.plain_files import read_index
 
@@ -28,13 +28,13 @@ GIVEN = [pytest.param(name, marks=[pytest.mark.full] * (ranks > 2)) for name, (r
 def train_and_count(argv: list[str]) -> int:
     """One rank's part of a run, as torchrun would start it; the numbers its AdamW keeps."""
     made: list[Any] = []
-    make = loop.make_engine
+    make = build_job.make_engine
 
     def keep(*args: Any) -> Any:
         made.append(make(*args))
         return made[-1]
 
-    with mock.patch.object(loop, "make_engine", keep):
+    with mock.patch.object(build_job, "make_engine", keep):
         assert train_here(argv) == 0
     return sum(state["exp_avg"].numel() for state in made[0].optimizer.optimizer.state.values())
 

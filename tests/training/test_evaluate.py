@@ -11,9 +11,9 @@ from miras_megatron.config.load import load_run
 from miras_megatron.parallel.cut import Cut
 from miras_megatron.parallel.mesh import ParallelMesh
 from miras_megatron.training.batch import Batch, cut_for_rank
+from miras_megatron.training.build_job import build_job
 from miras_megatron.training.evaluate import evaluate, measure
-from miras_megatron.training.loop import build_job, with_vocabulary
-from miras_megatron.training.tokenizer import ByteTokenizer, train_bpe
+from miras_megatron.training.tokenizer import ByteTokenizer, train_bpe, with_vocabulary
 
 
 def batch_of(labels, mask):

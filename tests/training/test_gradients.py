@@ -9,10 +9,11 @@ from helpers.worlds import run_world
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
 from miras_megatron.parallel.mesh import ParallelMesh
+from miras_megatron.training.build_job import build_job
 from miras_megatron.training.gradients import gradient_norms
-from miras_megatron.training.loop import build_job, with_vocabulary
 from miras_megatron.training.main import main
 from miras_megatron.training.step import train_step
+from miras_megatron.training.tokenizer import with_vocabulary
 
 
 def step_of(argv):

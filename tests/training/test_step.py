@@ -10,9 +10,10 @@ from helpers.worlds import run_world
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
 from miras_megatron.parallel.mesh import ParallelMesh
-from miras_megatron.training.loop import build_job, with_vocabulary
+from miras_megatron.training.build_job import build_job
 from miras_megatron.training.optimizer import optimizer_parameters, set_rates
 from miras_megatron.training.step import train_step
+from miras_megatron.training.tokenizer import with_vocabulary
 
 
 @contextmanager

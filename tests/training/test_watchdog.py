@@ -27,7 +27,7 @@ from miras_megatron.parallel.whereabouts import (
     describe_wait,
     main_thread_frame,
 )
-from miras_megatron.training import loop, signs, watchdog
+from miras_megatron.training import build_job, signs, watchdog
 from miras_megatron.training.main import main
 from miras_megatron.training.signs import SIGNS, alive, begin_anew, give_signs
 from miras_megatron.training.stuck_report import Answer, Verdict, summary, write_report
@@ -214,7 +214,7 @@ def test_a_run_gives_signs_where_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(tiny_config(tmp_path, "watched", **same, training__watchdog=60)) == 0
     once = ["step 1", "saving a checkpoint", "step 2", "validating", "saving a checkpoint"]
     assert places == ["starting", *once]
-    monkeypatch.setattr(loop, "give_signs", lambda model: None)
+    monkeypatch.setattr(build_job, "give_signs", lambda model: None)
     assert main(tiny_config(tmp_path, "alone", **same, training__watchdog=0)) == 0
     watched, alone = records(tmp_path / "watched"), records(tmp_path / "alone")
     assert [(r["loss"], r["grad_norm"]) for r in watched] == [(r["loss"], r["grad_norm"]) for r in alone]

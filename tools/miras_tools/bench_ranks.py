@@ -152,7 +152,8 @@ def _built(run: Run, rank: int, size: int, port: int) -> Iterator[Any]:
     from miras_megatron.compat.cpu import core_without_cuda
     from miras_megatron.parallel.mesh import ParallelMesh
     from miras_megatron.parallel.rendezvous import RankInfo
-    from miras_megatron.training.loop import build_job, with_vocabulary
+    from miras_megatron.training.build_job import build_job
+    from miras_megatron.training.tokenizer import with_vocabulary
 
     torch.set_num_threads(1)
     info = RankInfo(rank=rank, world_size=size, local_rank=rank, local_size=size, port=port, launcher="miras-bench")

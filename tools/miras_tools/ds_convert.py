@@ -57,7 +57,8 @@ def to_deepspeed(options: argparse.Namespace) -> int:
     """The project's checkpoint as DeepSpeed's own, of one rank; this process loads the whole model."""
     from miras_megatron.compat.cpu import core_without_cuda
     from miras_megatron.parallel.mesh import ParallelMesh
-    from miras_megatron.training.loop import build_job, with_vocabulary
+    from miras_megatron.training.build_job import build_job
+    from miras_megatron.training.tokenizer import with_vocabulary
 
     checkpoint, target = find_checkpoint(options.source, "CHECKPOINT"), Path(options.target)
     run = _alone(saved_run(checkpoint), options.zero)
