@@ -63,7 +63,8 @@ test-slurm: $(READY)
 	MIRAS_TEST_SLURM=1 $(PYTEST) tests/slurm --durations=0
 
 test-full: check
-	$(PYTEST) $(TWO) -m "full or not full" --durations=40
+	$(PYTEST) $(TWO) -m "not faults" --durations=40
+	$(PYTEST) -m faults tests/faults --verbose --show-capture=stdout --durations=20
 
 smoke-gpu: $(READY)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \

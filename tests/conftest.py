@@ -26,8 +26,8 @@ def _fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_left_over() -> Iterator[None]:
     yield
-    drop_old_groups()
     KERNELS.clear()
+    drop_old_groups()
 
 
 @pytest.fixture(autouse=True)

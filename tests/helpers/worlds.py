@@ -107,9 +107,8 @@ class World:
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def most_threads(self) -> int:
-        """Of any rank; 0 where the system doesn't tell."""
-        tasks = [Path(f"/proc/{process.pid}/task") for process in self.ranks]
-        return max(len(os.listdir(path)) if path.exists() else 0 for path in tasks)
+        """Of any rank."""
+        return max(count_threads(process.pid) for process in self.ranks)
 
     def _exit_code(self, rank: int) -> int | None:
         self.ranks[rank].join(5)
@@ -140,13 +139,18 @@ def drop_old_groups(most_threads: int = 20) -> None:
     What imports leave stays for ever, and no later collection looks at it again: that takes seconds.
     """
     global _modules
-    threads = Path("/proc/self/task")
-    if threads.exists() and len(os.listdir(threads)) <= most_threads:
+    if 0 < count_threads() <= most_threads:
         return
     gc.collect()
-    if len(sys.modules) > _modules:
+    if len(sys.modules) > _modules and count_threads() <= most_threads:  # a group that is still there may go later
         gc.freeze()
         _modules = len(sys.modules)
+
+
+def count_threads(process: int | str = "self") -> int:
+    """Of a process; 0 where the system doesn't tell."""
+    tasks = Path(f"/proc/{process}/task")
+    return len(os.listdir(tasks)) if tasks.exists() else 0
 
 
 _modules = 0
@@ -192,8 +196,8 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str],
             pipe.send((True, _load(file, name)(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        drop_old_groups()
         KERNELS.clear()
+        drop_old_groups()
     dist.destroy_process_group()
 
 
