@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe_run(command.run, command.source, ranks), flush=True)
             return 0
         check_run(command.run, command.source, here.world_size)
+        if here.rank == 0 and sys.stderr.isatty():
+            print("loading PyTorch and megatron-core: some seconds", file=sys.stderr, flush=True)
         return run_training(command.run, command.source)
     except (ValueError, TimeoutError) as error:
         if not said_by_us(error):
