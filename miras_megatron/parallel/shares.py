@@ -9,11 +9,15 @@ All ranks of the group call these in the same order; each waits only for calls b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+OWN = "brought_together"
+"""The attribute of a tensor that `collect_parts` has made."""
 
 Span = tuple[int, int]
 """(first, behind the last) of a rank's numbers in the flat tensor; empty where both are equal."""
@@ -27,11 +31,18 @@ def keeper_of(spans: list[Span], turn: int) -> int:
 
 
 def collect_parts(
-    part: Tensor, spans: list[Span], group: Any, *, turn: int = 0, device: torch.device | None = None
+    part: Tensor,
+    spans: list[Span],
+    group: Any,
+    shape: Sequence[int],
+    *,
+    turn: int = 0,
+    device: torch.device | None = None,
 ) -> Tensor | None:
-    """The whole flat tensor on its keeper (its very part, where it has all of it), None on the others.
+    """The whole tensor on its keeper (a view of its part, where it has all of it), None on the others.
 
     part    [n] of this rank; empty where it has none
+    shape   of the whole
     turn    number of the tensor among all that are brought together
     device  through which the group sends, where `part` lies elsewhere: groups of GPUs send nothing of the host's
     """
@@ -41,14 +52,21 @@ def collect_parts(
             dist.send(part.contiguous().to(device), dist.get_global_rank(group, keeper), group=group)
         return None
     if all(start == end for rank, (start, end) in enumerate(spans) if rank != keeper):
-        return part
+        return part.view(shape)
     whole = torch.empty(max(end for _, end in spans), dtype=part.dtype, device=device)
     for rank, (start, end) in enumerate(spans):
         if rank == keeper:
             whole[start:end].copy_(part)
         elif start < end:
             dist.recv(whole[start:end], dist.get_global_rank(group, rank), group=group)
-    return whole.cpu()
+    made = whole.cpu().view(shape)
+    setattr(made, OWN, True)
+    return made
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Whether `tensor` was brought together here: nobody else knows its memory, which needs no copy."""
+    return hasattr(tensor, OWN)
 
 
 def deal_parts(

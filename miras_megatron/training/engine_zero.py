@@ -159,10 +159,10 @@ class ZeroEngine:
         """(name, its place, the whole tensor) of those that this rank brings together from all ranks' `flats`."""
         for turn, (name, sharded, part) in enumerate(self._placed(named, low_only)):
             here, device = self._part(part, flats).detach(), self._mesh.device
-            flat = collect_parts(here, part.spans, self.zero.group, turn=turn, device=device)
-            if flat is not None:
+            whole = collect_parts(here, part.spans, self.zero.group, part.shape, turn=turn, device=device)
+            if whole is not None:
                 replica = (*sharded.replica_id[:-1], 0) if len(part.spans) > 1 else sharded.replica_id
-                yield name, replace(sharded, replica_id=replica, data=None), flat.view(part.shape)
+                yield name, replace(sharded, replica_id=replica, data=None), whole
 
     def _placed(self, named: dict[str, Any], low_only: bool = False) -> Iterator[tuple[str, Any, Part]]:
         """(name, its place, part) of every trained weight, in the same order on all ranks that share it.

@@ -46,8 +46,7 @@ class Place:
         if self.spans is None:
             return values
         part = values if values is not None else self._nothing()
-        flat = collect_parts(part.detach(), self.spans, self.group)
-        return None if flat is None else flat.view(self.weight.shape)
+        return collect_parts(part.detach(), self.spans, self.group, self.weight.shape)
 
     def put(self, whole: Tensor | None, values: Tensor | None) -> None:
         """The way back: write into `values` what `whole` says. A collective call."""

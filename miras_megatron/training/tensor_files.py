@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from ..parallel.shares import is_own
 from .plain_files import as_the_system_says
 from .signs import alive
 
@@ -119,7 +120,9 @@ class PlannedSave(TorchDistSaveShardedStrategy):  # type: ignore[misc, unused-ig
 
 
 def _copied(part: ShardedTensor) -> ShardedTensor:
-    """The same part of the same tensor, with numbers of its own on the CPU."""
+    """The same part of the same tensor, with numbers of its own on the CPU; those that were brought together are so."""
+    if is_own(part.data):
+        return part
     copied = copy.copy(part)
     copied.data = part.data.detach().to("cpu", copy=True)
     return copied

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from helpers.worlds import run_world
 
-from miras_megatron.parallel.shares import collect_parts, deal_parts, keeper_of
+from miras_megatron.parallel.shares import collect_parts, deal_parts, is_own, keeper_of
 
 HALVES = [(0, 5), (5, 10)]
 CASES = ([(0, 10), (10, 10)], [(0, 0), (0, 10)], [(0, 3), (3, 10)], [(0, 7), (7, 10)], HALVES, HALVES)
@@ -16,10 +16,11 @@ def there_and_back():
     for turn, spans in enumerate(CASES):
         start, end = spans[dist.get_rank()]
         part = whole[start:end].clone()
-        kept = collect_parts(part, spans, dist.group.WORLD, turn=turn)
-        assert kept is None or torch.equal(kept, whole)
+        kept = collect_parts(part, spans, dist.group.WORLD, (2, 5), turn=turn)
+        assert kept is None or torch.equal(kept, whole.view(2, 5))
+        assert kept is None or is_own(kept) == (kept.data_ptr() != part.data_ptr())  # else training changes it
         back = torch.full_like(part, -1)
-        deal_parts(kept, back, spans, dist.group.WORLD, turn=turn)
+        deal_parts(None if kept is None else kept.view(-1), back, spans, dist.group.WORLD, turn=turn)
         found.append((kept is not None, torch.equal(back, whole[start:end])))
     return found
 

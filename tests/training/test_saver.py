@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 from helpers.same_run import assert_same_run
 from helpers.tiny_run import tiny_config, train_here
 from helpers.worlds import run_world
 
-from miras_megatron.training import loop
+from miras_megatron.parallel.shares import is_own
+from miras_megatron.training import loop, tensor_files
 from miras_megatron.training.checkpoint import Saving
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.main import main
@@ -62,6 +64,27 @@ def late_on_one(argv):
         return train_here(argv)
     finally:
         Saving.write = write
+
+
+def save_and_count(argv):
+    """On a rank: which tensors of the checkpoint weren't copied, for the rank had brought them together."""
+    found = []
+
+    def asked(tensor):
+        found.append(is_own(tensor))
+        return found[-1]
+
+    with mock.patch.object(tensor_files, "is_own", asked):
+        assert train_here(argv) == 0
+    return found
+
+
+def test_shared_moments_are_not_copied_twice(tmp_path):
+    """A rank that brings them together has made a copy already: two of a large model's are more than a host has."""
+    changes = BEHIND | {"training__steps": 2, "optimizer__distributed": "true", "checkpoint__background": "true"}
+    ranks = run_world(2, save_and_count, tiny_config(tmp_path, **changes))
+    assert any(True in found for found in ranks)  # what lies across the cut
+    assert all(False in found for found in ranks)  # the rest, which training changes
 
 
 @pytest.mark.parametrize("layout", [{}, {"parallel__tensor": 2}, {"optimizer__distributed": "true"}])
