@@ -184,7 +184,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         digest = manifest.pop("sha256", None)  # older ones have none
     except FileNotFoundError:
         raise damaged(folder, MANIFEST, "is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+    except OSError as e:
+        raise unread(folder / MANIFEST, e) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise damaged(folder, MANIFEST, f"can't be read ({type(e).__name__})") from None
     if version > FORMAT:
         raise ValueError(
@@ -218,9 +220,21 @@ def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
             problems.append(f"{path} is missing")
         elif path.stat().st_size != want["bytes"]:
             problems.append(f"{path} has {path.stat().st_size} bytes, {want['bytes']} were written")
-        elif describe(path)["sha256"] != want["sha256"]:
+        elif _describe_or_refuse(path)["sha256"] != want["sha256"]:
             problems.append(f"{path} has changed since it was written (SHA-256 differs)")
     return problems
+
+
+def _describe_or_refuse(path: Path) -> dict[str, Any]:
+    try:
+        return describe(path)
+    except OSError as e:
+        raise unread(path, e) from None
+
+
+def unread(path: Path, error: OSError) -> ValueError:
+    """The error that tells of a file which the system doesn't let us read: of what is in it that says nothing."""
+    return ValueError(f"{path}: can't be read ({error.strerror or error}); mend that and try again")
 
 
 def refuse_damaged(folder: Path, problems: list[str]) -> None:

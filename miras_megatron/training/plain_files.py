@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from .checkpoint_folder import damaged
+from .checkpoint_folder import damaged, unread
 
 Index = dict[str, TensorStorageMetadata]
 """Tensor name -> its shape, dtype and parts."""
@@ -87,6 +87,10 @@ def read_places(folder: Path) -> tuple[Index, Places]:
     try:
         with open(folder / ".metadata", "rb") as file:
             index = _IndexReader(file).load()
+    except FileNotFoundError:
+        raise damaged(folder, ".metadata", "is missing") from None
+    except OSError as e:
+        raise unread(folder / ".metadata", e) from None
     except Exception as e:  # what a changed byte makes of a pickle fails by whatever error comes
         raise damaged(folder, ".metadata", f"can't be read: {str(e) or type(e).__name__}") from None
     held, places = (getattr(index, part, None) for part in ("state_dict_metadata", "storage_data"))
@@ -139,9 +143,13 @@ def as_the_system_says() -> Iterator[None]:
 
 def read_plain(path: Path, allowed: tuple[str, ...]) -> dict[str, Any]:
     """A file of tensors and plain values, with no key but `allowed`. Raises ValueError naming what else it holds."""
-    with no_extra_globals():
+    try:
+        file = open(path, "rb")
+    except OSError as e:
+        raise unread(path, e) from None
+    with file, no_extra_globals():
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as e:  # over a file of another kind torch's reader stumbles by whatever error comes
             first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise ValueError(f"{path}: can't be read as tensors and plain values: {first}") from None

@@ -1,7 +1,9 @@
 """Checkpoints as files: whole or absent, and checked."""
 
+import errno
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -128,6 +130,19 @@ def test_a_large_file_gives_signs_of_life_while_it_is_read(tmp_path, monkeypatch
     before = SIGNS.count
     assert describe(tmp_path / "data") == {"bytes": 95, "sha256": hashlib.sha256(bytes(95)).hexdigest()}
     assert SIGNS.count == before + 10
+
+
+def test_a_file_that_the_system_does_not_open_is_not_called_damaged(tmp_path, monkeypatch):
+    """Too many open files: whoever believes that the checkpoint is damaged goes on from an older one."""
+    folder = save(tmp_path, 5)
+
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(checkpoint_folder, "describe", refuse)
+    with pytest.raises(ValueError, match=r"can't be read \(Too many open files\); mend that") as told:
+        damaged_files(folder)
+    assert "damaged" not in str(told.value)
 
 
 def test_a_newer_format_is_refused(tmp_path):
