@@ -107,6 +107,13 @@ class ZeroModel(ABC):
         """What AdamW updates, one for each of `masters`."""
         return self.masters
 
+    def own(self, flats: list[Tensor]) -> Iterator[tuple[Part, Tensor]]:
+        """(weight, this rank's part of it in `flats`) where it has one."""
+        for part in self.parts:
+            values = part.of(flats, self.rank)
+            if values is not None:
+                yield part, values
+
     def local_gradient(self, weight: Any) -> Tensor:
         """The whole gradient of a weight over this rank's own rows, before `finish`; stages 0 and 1."""
         fill_with_zeros(weight, self.optimizer.use_grad_accum_attribute)

@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from torch import Tensor
 
-from ..parallel.shares import Span, collect_parts, deal_parts
+from ..parallel.shares import Span, collect_parts, deal_parts, keepers_of
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,15 @@ class Place:
         if self.spans is None:
             return values
         part = values if values is not None else self._nothing()
-        return collect_parts(part.detach(), self.spans, self.group, self.weight.shape)
+        (keeper,) = keepers_of([self.spans])
+        return collect_parts(part.detach(), self.spans, self.group, self.weight.shape, keeper=keeper)
 
     def put(self, whole: Tensor | None, values: Tensor | None) -> None:
         """The way back: write into `values` what `whole` says. A collective call."""
         if self.spans is not None:
             part = values if values is not None else self._nothing()
-            deal_parts(None if whole is None else whole.reshape(-1), part, self.spans, self.group)
+            (keeper,) = keepers_of([self.spans])
+            deal_parts(whole, part, self.spans, self.group, keeper=keeper)
         elif values is not None:
             assert whole is not None, "a weight that every rank updates was read by every rank"
             values.copy_(whole)

@@ -238,7 +238,7 @@ def spoil(argv: list[str]) -> tuple[int, str]:
 
     def finish(self: Any, *args: Any, **options: Any) -> None:
         plain(self, *args, **options)
-        for part, gradient in self._own(self.zero.gradients):
+        for part, gradient in self.zero.own(self.zero.gradients):
             if part.weight is self._bare.decoder.final_layernorm.weight:
                 gradient[0] = math.nan
 
