@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,21 +22,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.cpp_extension import get_default_build_root
 
 from .mesh import ParallelMesh
+from .zero_compile import compiling_alone
 from .zero_groups import Groups
 from .zero_parts import ZeroModel
 from .zero_stages import StateShards, WeightShards, WholeStates
 
 VERSION = "0.19.8"
 """Of DeepSpeed, tested: what is touched here changes between its versions."""
-
-LOCK_IS_OLD = 300.0
-"""seconds: the compilation takes about sixty"""
-
-PAUSE = 1.0
-"""seconds between two looks at a lock"""
 
 INSTALL = f"pip install deepspeed=={VERSION}"
 
@@ -46,7 +39,10 @@ def refuse_without_deepspeed() -> None:
     """Raise ValueError where DeepSpeed isn't installed, or another version than the one that is known here."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError(f'optimizer.engine = "deepspeed": DeepSpeed is not installed here; {INSTALL}')
-    found = importlib.metadata.version("deepspeed")
+    try:
+        found = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:  # a folder of that name
+        found = "of no known version"
     if found.partition("+")[0] != VERSION:  # a build from source adds the commit
         raise ValueError(
             f'optimizer.engine = "deepspeed": DeepSpeed {found} is installed here, but its insides are touched as '
@@ -194,39 +190,12 @@ def _make_adam(groups: list[dict[str, Any]], adam: Adam, offload: bool, mesh: Pa
         return torch.optim.AdamW(groups, **options)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    wait_for_other_compilations()
-    mesh.barrier("looking for locks of DeepSpeed's compilations")
     made: list[torch.optim.Optimizer] = []
-    for compiles in (True, False):  # first one rank a machine, which compiles it where it wasn't yet
-        if compiles == (mesh.info.local_rank == 0):
+    if mesh.info.local_rank == 0:  # one rank a machine, which compiles it where it wasn't yet
+        with compiling_alone():
             made.append(DeepSpeedCPUAdam(groups, adamw_mode=True, **options))
-        mesh.barrier("compiling DeepSpeed's CPU AdamW")
-    return made[0]
-
-
-def wait_for_other_compilations() -> None:
-    """Until no other run compiles the CPU AdamW here, as those of a sweep that start together do.
-
-    Raises ValueError where a compilation was killed: its lock would be waited for forever.
-    """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob("**/cpu_adam/lock"):
-        print(f"waiting for another run to compile DeepSpeed's CPU AdamW ({lock})", flush=True)
-        while (age := _age(lock)) is not None:
-            if age > LOCK_IS_OLD:
-                raise ValueError(
-                    f"optimizer.offload = true: {lock} is {age:.0f} s old: it was left by a compilation that was "
-                    "killed, and DeepSpeed would wait for it forever; remove that file"
-                )
-            time.sleep(PAUSE)
-
-
-def _age(file: Path) -> float | None:
-    """Seconds; None where it isn't there."""
-    try:
-        return time.time() - file.stat().st_mtime
-    except FileNotFoundError:
-        return None
+    mesh.barrier("compiling DeepSpeed's CPU AdamW")
+    return made[0] if made else DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
 
 
 @contextmanager

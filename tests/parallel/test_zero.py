@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import os
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -14,8 +12,7 @@ from unittest import mock
 import pytest
 from helpers.tiny_run import tiny_config
 
-from miras_megatron.parallel import zero
-from miras_megatron.parallel.zero import refuse_without_deepspeed, wait_for_other_compilations
+from miras_megatron.parallel.zero import refuse_without_deepspeed
 from miras_megatron.training.main import main
 
 
@@ -43,34 +40,13 @@ def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             refuse_without_deepspeed()
 
 
-@pytest.fixture
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a compilation that goes on."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    wait_for_other_compilations()
-    path = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
-    path.parent.mkdir(parents=True)
-    path.touch()
-    return path
+def test_a_folder_of_that_name_is_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout of its sources in the working directory is imported first, and knows no version."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
 
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
 
-def test_a_lock_of_a_killed_compilation_is_named(lock: Path) -> None:
-    """DeepSpeed waits for such a file forever and says nothing."""
-    long_ago = time.time() - zero.LOCK_IS_OLD - 5
-    os.utime(lock, (long_ago, long_ago))
-    with pytest.raises(ValueError, match="cpu_adam/lock is 30[5-9] s old: it was left by a compilation"):
-        wait_for_other_compilations()
-
-
-def test_another_run_that_compiles_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs of a sweep start together: all but the first would end with exit code 2, which nobody starts again."""
-    looks = []
-
-    def sleep(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 3:
-            lock.unlink()
-
-    monkeypatch.setattr(zero.time, "sleep", sleep)
-    wait_for_other_compilations()
-    assert len(looks) == 3
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    with pytest.raises(ValueError, match="DeepSpeed of no known version is installed"):
+        refuse_without_deepspeed()
