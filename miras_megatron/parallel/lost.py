@@ -23,16 +23,22 @@ def as_loss(error: BaseException, where: str) -> RankLost | None:
 
     where  this rank, for an error that names none
     """
-    if isinstance(error, RankLost) or not isinstance(error, RuntimeError):
+    said = None if isinstance(error, RankLost) else said_of_loss(error)
+    return None if said is None else RankLost(with_first_cause(f"{where} lost another rank in a collective: {said}"))
+
+
+def said_of_loss(error: BaseException) -> str | None:
+    """What an error says that means another rank is gone; None: it means no such."""
+    if not isinstance(error, RuntimeError):
         return None
     said = (str(error).splitlines() or [""])[0][:200]
+    if isinstance(error, RankLost):
+        return said
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    if not module.startswith(WAITING) or not any(word in said for word in GONE):
-        return None
-    return RankLost(with_first_cause(f"{where} lost another rank in a collective: {said}"))
+    return said if module.startswith(WAITING) and any(word in said for word in GONE) else None
 
 
 def with_first_cause(own: str) -> str:

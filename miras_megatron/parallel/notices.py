@@ -57,6 +57,10 @@ class Notices:
 
         return list(self._ask(read, patience))
 
+    def drop(self, names: list[str], patience: float) -> None:
+        """Forget `names`, as far as anybody set them."""
+        self._ask(lambda store: [store.delete_key(name) for name in names], patience)
+
     def swap(self, name: str, old: str, new: str, patience: float) -> bool:
         """Set `name` if it is still `old` ("": nobody has set it); whether it was. Of all who try one succeeds."""
         return bool(self._ask(lambda store: store.compare_set(name, old, new).decode() == new, patience))

@@ -22,6 +22,9 @@ TOGETHER = "miras_megatron.parallel.together"
 WAITING = ("megatron.", "deepspeed.", "miras_megatron.parallel.")
 """Packages that start a collective and wait for it later, in a line that says `wait(`."""
 
+ON_GPU = "what its GPU was given to do"
+"""How the wait of a rank is told whose GPU is busy: with a kernel, or with a collective of a group that isn't known."""
+
 MOST_FRAMES = 80
 """of a stack that is told, the innermost"""
 
@@ -71,9 +74,12 @@ def describe_device_wait(frame: FrameType, device: torch.device) -> str | None:
 
     The thread may stand in any line then that asks for a result: a collective on a GPU has no frame.
     """
-    if device.type != "cuda" or torch.cuda.default_stream(device).query():
-        return None
-    return f"what its GPU was given to do, at {describe_place(frame)}"
+    try:
+        if device.type != "cuda" or torch.cuda.default_stream(device).query():
+            return None
+    except RuntimeError as error:  # an error of a kernel's comes with whatever is asked next
+        return f"a GPU that fails ({(str(error).splitlines() or [''])[0]}), at {describe_place(frame)}"
+    return f"{ON_GPU}, at {describe_place(frame)}"
 
 
 def describe_place(frame: FrameType) -> str:

@@ -32,10 +32,12 @@ class Questions:
         self.notices, self.rank, self.ranks, self.where = notices, rank, ranks, where
         self.patience, self.tick, self.pause = patience, tick, min(tick, PAUSE)
         self._last, self._seen = "", 0.0
+        self.in_vain: str | None = None
+        """the last question after which nothing was decided, since somebody moved"""
 
     def answer(self) -> Verdict | None:
         """Answer the question that is open, if there is a new one. What was decided, if somebody did."""
-        asked, decided = self.notices.get(["question", "verdict"], self.patience)
+        asked, decided, self.in_vain = self.notices.get(["question", "verdict", "in_vain"], self.patience)
         if asked is not None and asked != self._last:
             self._answer(asked)
         return None if decided is None else Verdict(**json.loads(decided))
@@ -64,8 +66,14 @@ class Questions:
             if not absent or len(self.left(absent)) == len(absent):
                 break
             time.sleep(self.pause)
-            self.answer()  # another's, who took this one for given up
+            if self.answer() is not None:  # another's, who took this one for given up
+                break
         return answers
+
+    def give_up(self, question: str) -> None:
+        """Somebody moves: nothing is decided, and what was answered is forgotten."""
+        self.notices.put("in_vain", question, self.patience)
+        self.notices.drop([f"answer_{question}_{rank}" for rank in range(self.ranks)], self.patience)
 
     def answers_to(self, question: str) -> dict[int, Answer]:
         """Rank -> its answer, as far as there is one."""
@@ -88,8 +96,8 @@ class Questions:
         """Let all ranks end, unless somebody did."""
         self.notices.swap("verdict", "", json.dumps(asdict(verdict)), self.patience)
 
-    def wait_for(self, names: Collection[str]) -> None:
-        """Until all `names` are set, or `patience` has passed."""
-        give_up = time.monotonic() + self.patience
+    def wait_for(self, names: Collection[str], times: int = 1) -> None:
+        """Until all `names` are set, or so many times `patience` have passed."""
+        give_up = time.monotonic() + times * self.patience
         while None in self.notices.get(list(names), self.patience) and time.monotonic() < give_up:
             time.sleep(self.pause)

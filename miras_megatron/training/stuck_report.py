@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .checkpoint_folder import write_atomically
+from ..parallel.whereabouts import ON_GPU
+from .manifest import write_atomically
 
 MOST_GROUPS = 8
 """places of ranks that the summary tells; the file has all"""
@@ -45,13 +46,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which question's answers led to the end, and who isn't among them.
+    """Which question's answers led to the end, who tells of it, and who isn't among those that answered.
 
+    teller   the lowest rank that answered
     missing  ranks that gave no answer
-    failed   "rank 3: ValueError: ..." of those that have left the run with an error
+    failed   "rank 3: ValueError: ..." of those that have left the run with an error of their own
     """
 
     question: str
+    teller: int
+    answered: list[int]
     missing: list[int]
     failed: list[str]
 
@@ -65,7 +69,7 @@ def summary(limit: float, answers: Mapping[int, Answer], verdict: Verdict, title
     place = next((answers[rank].place for rank in sorted(answers)), "starting")
     lines = [f"miras-train: no sign of life for {limit:g} s ({place}); {_culprits(answers, verdict)}"]
     lines += [f"  {titles[rank] or f'rank {rank}'}: gives no answer" for rank in verdict.missing]
-    lines += [f"  {failed}" for failed in verdict.failed[1:MOST_GROUPS]]
+    lines += [f"  left with an error: {failed}" for failed in verdict.failed[:MOST_GROUPS]]
     groups: dict[tuple[bool, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault((answer.waits, answer.where), []).append(rank)
@@ -79,16 +83,18 @@ def summary(limit: float, answers: Mapping[int, Answer], verdict: Verdict, title
 
 def _culprits(answers: Mapping[int, Answer], verdict: Verdict) -> str:
     """Who is to blame, in words."""
-    if verdict.failed:
-        return f"the others wait for a rank that has left with an error: {verdict.failed[0]}"
     if verdict.missing:
         word = "rank" if len(verdict.missing) == 1 else "ranks"
         return f"{word} {_listed(verdict.missing)} gave no answer: stopped, dead, or the machine is gone"
+    if verdict.failed:
+        return f"the others wait for a rank that has left with an error: {verdict.failed[0]}"
     busy = [rank for rank, answer in sorted(answers.items()) if not answer.waits]
     if len(answers) == 1:
         return f"rank {min(answers)} hangs"
     if busy:
         return f"rank{'s' * (len(busy) > 1)} {_listed(busy)} hang{'s' * (len(busy) == 1)} outside of any collective"
+    if all(answer.where.startswith(ON_GPU) for answer in answers.values()):
+        return "every rank's GPU is busy: with a collective, or a kernel, that doesn't end"
     return "all ranks wait for each other: in collectives that don't fit together, or the network is gone"
 
 
@@ -97,6 +103,7 @@ def write_report(folder: Path, limit: float, answers: Mapping[int, Answer], verd
     step = max((answer.step for answer in answers.values()), default=0)
     parts = [f"No sign of life for {limit:g} s. {_now()}\n{_culprits(answers, verdict)}\n"]
     parts += [f"{'=' * 80}\n{titles[rank] or f'rank {rank}'}: gave no answer\n" for rank in verdict.missing]
+    parts += [f"{'=' * 80}\n{failed}: left with it\n" for failed in verdict.failed]
     parts += [_section(answer) for _, answer in sorted(answers.items())]
     path = folder / f"stuck_step_{step}.txt"
     try:

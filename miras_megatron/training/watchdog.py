@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..config.schema import Run
+from ..parallel.lost import said_of_loss
 from ..parallel.mesh import ParallelMesh
 from ..parallel.notices import Notices, Unreachable
 from ..parallel.whereabouts import (
@@ -60,10 +61,17 @@ def watched(run: Run, mesh: ParallelMesh) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        dog.stop(f"{mesh.name}: {type(error).__name__}: {first_line}"[:MOST_OF_ERROR])
+        dog.stop(own_error(error, mesh.name))
         raise
     dog.stop()
+
+
+def own_error(error: BaseException, name: str) -> str:
+    """What to tell the others of an `error` with which a rank leaves; nothing where it has lost another rank itself."""
+    if said_of_loss(error) is not None:
+        return ""
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{name}: {type(error).__name__}: {first_line}"[:MOST_OF_ERROR]
 
 
 class Watchdog:
@@ -82,6 +90,7 @@ class Watchdog:
         self.silent, self._seen, self._last = 0.0, -1, time.monotonic()
         self.questions = Questions(notices, self.rank, self.ranks, self._where, GRACE, self.tick)
         self._ask_at, self._store_is_gone = limit, False
+        self._in_vain: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -126,6 +135,9 @@ class Watchdog:
         verdict = self.questions.answer()
         if verdict is not None:
             self._end(verdict)
+        if self.questions.in_vain != self._in_vain:
+            self._in_vain = self.questions.in_vain
+            self._ask_at = max(self._ask_at, self.silent + self.limit / 10)
 
     def _where(self) -> Answer:
         frame = main_thread_frame()
@@ -152,27 +164,31 @@ class Watchdog:
         missing = [rank for rank in absent if rank not in left]
         if self._stop.is_set() or SIGNS.count != self._seen or (moving and not missing):
             self._ask_at = self.silent + self.limit / 10
-        else:
-            self.questions.decide(Verdict(question, missing, [error for error in left.values() if error]))
+            self.questions.give_up(question)
+            return
+        failed = [error for error in left.values() if error]
+        self.questions.decide(Verdict(question, min(answers), sorted(answers), missing, failed))
 
     # -- the end -----------------------------------------------------------------------------------
     def _end(self, verdict: Verdict) -> NoReturn:
-        """As decided: the lowest rank that answered tells for all, the others wait for it."""
+        """As decided: one rank tells for all, the others wait for it."""
+        tells = self.rank == verdict.teller
         try:
-            answers = self.questions.answers_to(verdict.question)
-            if self.rank == min(answers, default=self.rank):
-                self._tell(verdict, answers)
-                self.questions.wait_for(
-                    [f"ends_{rank}" for rank in answers if rank != self.rank]
-                )  # it may keep the store
+            if tells:
+                self._tell(verdict)
+                tells = False
+                others = [rank for rank in verdict.answered if rank != self.rank]
+                self.questions.wait_for([f"ends_{rank}" for rank in others])  # this one may keep the store
             else:
-                self.questions.wait_for(["told"])
+                self.questions.wait_for(["told"], times=2)
                 self.notices.put(f"ends_{self.rank}", "", GRACE)
-        except Unreachable:
-            pass  # whoever kept the store has told, and is gone
+        except Unreachable as error:
+            if tells:
+                self._end_alone(str(error))
         _leave()
 
-    def _tell(self, verdict: Verdict, answers: dict[int, Answer]) -> None:
+    def _tell(self, verdict: Verdict) -> None:
+        answers = self.questions.answers_to(verdict.question)
         titles = self.notices.get([f"title_{rank}" for rank in range(self.ranks)], GRACE)
         path = write_report(self.folder, self.limit, answers, verdict, titles)
         _say(summary(self.limit, answers, verdict, titles, path))
