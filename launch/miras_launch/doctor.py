@@ -13,11 +13,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from miras_megatron.parallel.exit_code import tell_exit_code
 from miras_megatron.parallel.rendezvous import RankInfo, find_rank
 
 from .examination import Examination
 from .meeting import Meeting, leave
 from .node_facts import node_name
+
+FAULTS_FOUND = 6
+"""What miras-launch ends with then: 1 would be a fault of the program, or of what starts ranks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,12 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"miras-doctor: {error}", file=sys.stderr)
         return 2
     try:
-        return Examination(Meeting.join(info, wanted.deadline), wanted).run()
+        code = Examination(Meeting.join(info, wanted.deadline), wanted).run()
     except (RuntimeError, ImportError) as error:
         print(f"miras-doctor: {node_name()}: {_unmet(info, error)}", file=sys.stderr, flush=True)
-        return 1
+        code = 1
     finally:
         leave()
+    if code == 1:
+        tell_exit_code(FAULTS_FOUND)
+    return code
 
 
 def _unmet(info: RankInfo, error: Exception) -> str:

