@@ -175,7 +175,7 @@ def _ranks(run: Run, world_size: int) -> Problems:
     if world_size % parallel.model_ranks:
         yield (
             f"parallel.tensor x pipeline x context = {parallel.model_ranks}: this job has {world_size} ranks, "
-            f"which is no multiple; start one with torchrun --nproc-per-node {parallel.model_ranks}"
+            f"which is no multiple; start {parallel.model_ranks} (torchrun --nproc-per-node, miras-launch --ranks)"
         )
         return
     rows = training.micro_batch * run.data_ranks(world_size)

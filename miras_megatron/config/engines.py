@@ -59,8 +59,8 @@ def _of_shared_weights(run: Run) -> Iterator[str]:
     if run.parallel.pipeline > 1:
         yield (
             f"optimizer.zero = 3: with parallel.pipeline = {run.parallel.pipeline} a stage gathers weights between its "
-            f"forwards and backwards, and ranks wait for each other forever; set optimizer.zero to 1, or "
-            f"parallel.pipeline to 1"
+            f"forwards and backwards, and ranks wait for each other forever; set optimizer.zero to 1 (2 where "
+            f"model.tie_embeddings is false), or parallel.pipeline to 1"
         )
     if pieces_of(run) > 1:
         yield (

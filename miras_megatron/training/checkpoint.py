@@ -50,7 +50,7 @@ from .rank_states import (
 )
 from .run_folder import stored_form
 from .signs import alive
-from .tensor_files import PlannedSave
+from .tensor_files import PlannedSave, read_tensors
 
 COMMON = ("step", "tokens", "updates", "tokenizer", "data", "lanes", "lane_layouts", "recent")
 """Names in common.pt."""
@@ -289,8 +289,7 @@ def _is_of_the_disk(cause: BaseException) -> bool:
 def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The tensors that `wanted` describes and the common state. Core reads common.pt too, so it is checked before."""
     common = read_plain(folder / "common.pt", COMMON)
-    stored: dict[str, Any] = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
-    return stored | common
+    return read_tensors(wanted, folder) | common
 
 
 def _tensors(parts: Any) -> list[ShardedTensor]:

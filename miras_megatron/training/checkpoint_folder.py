@@ -29,6 +29,11 @@ FORMAT = 1
 
 MANIFEST, LATEST = "manifest.json", "latest"
 
+OWN_NAME = re.compile(r"step_\d{8,}")
+"""Of a checkpoint that a run has made; a copy under another name is its user's, and isn't counted or removed."""
+
+UNREAD = "can't be read"
+
 BLOCK = 1 << 22
 """bytes of a file that are read at once"""
 
@@ -49,7 +54,8 @@ def name_of(step: int) -> str:
 def complete_checkpoints(run_dir: Path | str) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     folder = folder_of(run_dir)
-    return sorted(path.parent for path in folder.glob(f"step_*/{MANIFEST}")) if folder.is_dir() else []
+    found = [path.parent for path in folder.glob(f"step_*/{MANIFEST}")] if folder.is_dir() else []
+    return sorted(path for path in found if OWN_NAME.fullmatch(path.name))
 
 
 def latest_checkpoint(run_dir: Path | str) -> Path | None:
@@ -220,25 +226,29 @@ def damaged_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
             problems.append(f"{path} is missing")
         elif path.stat().st_size != want["bytes"]:
             problems.append(f"{path} has {path.stat().st_size} bytes, {want['bytes']} were written")
-        elif _describe_or_refuse(path)["sha256"] != want["sha256"]:
-            problems.append(f"{path} has changed since it was written (SHA-256 differs)")
+        else:
+            problems += _changed(path, want["sha256"])
     return problems
 
 
-def _describe_or_refuse(path: Path) -> dict[str, Any]:
+def _changed(path: Path, digest: str) -> list[str]:
     try:
-        return describe(path)
-    except OSError as e:
-        raise unread(path, e) from None
+        changed = describe(path)["sha256"] != digest
+    except OSError as error:
+        return [str(unread(path, error))]
+    return [f"{path} has changed since it was written (SHA-256 differs)"] if changed else []
 
 
 def unread(path: Path, error: OSError) -> ValueError:
     """The error that tells of a file which the system doesn't let us read: of what is in it that says nothing."""
-    return ValueError(f"{path}: can't be read ({error.strerror or error}); mend that and try again")
+    return ValueError(f"{path} {UNREAD} ({error.strerror or error}); mend that and try again")
 
 
 def refuse_damaged(folder: Path, problems: list[str]) -> None:
     """Raise ValueError for what `damaged_files` found on any rank."""
+    unread_files = sorted(problem for problem in problems if UNREAD in problem)
+    if unread_files:
+        raise ValueError("; ".join(unread_files))
     if problems:
         raise ValueError("damaged checkpoint: " + "; ".join(sorted(problems)) + f"; {_way_out(folder)}")
 

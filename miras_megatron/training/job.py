@@ -1,4 +1,4 @@
-"""Everything one rank trains with, in one place: built once by `loop`, read by the step, checkpoints and evaluation."""
+"""Everything one rank trains with, in one place: made by `build_job`, read by step, checkpoints and evaluation."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from ..config.check import check_run, find_warnings
 from ..config.schema import Run
 from ..config.sizes import train_flops_per_token
 from ..model.build import block_spec
+from ..parallel.exit_code import tell_exit_code
 from ..parallel.layout import layout_warnings
 from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
@@ -26,11 +27,11 @@ from .evaluate import evaluate
 from .job import Job
 from .metrics import RunLog, StepReport, device_peak_tflops
 from .profile import profile_window
-from .roll_back import roll_back
+from .roll_back import roll_back, stopped_without_checkpoint
 from .run_folder import claimed_folder, find_start
 from .saver import Saver
 from .step import train_step
-from .stop import listen_for_stop
+from .stop import handlers_restored, listen_for_stop
 from .tokenizer import with_vocabulary
 from .watchdog import watched
 
@@ -43,7 +44,11 @@ def train(run: Run, source: str) -> int:
     Raises ValueError for what a user can mend, BadStep where one stops the run.
     """
     parallel = run.parallel
-    with core_without_cuda(), ParallelMesh(parallel, find_rank(), timeout=parallel.timeout) as mesh:
+    with (
+        handlers_restored(),
+        core_without_cuda(),
+        ParallelMesh(parallel, find_rank(), timeout=parallel.timeout) as mesh,
+    ):
         check_run(run, source, mesh.world_size)
         block_spec(run)  # what only the rule knows is refused here, before anything is written
         run = with_vocabulary(run)
@@ -51,7 +56,7 @@ def train(run: Run, source: str) -> int:
         job = build_job(run, mesh)
         progress = begin(job, start)
         with (
-            closing(job),
+            let_go(job),
             watched(run, mesh),  # not before: compilers, data and checkpoints may take longer than any step
             claimed(job, start),
             open_log(job, progress) as log,
@@ -69,6 +74,8 @@ def train(run: Run, source: str) -> int:
                     look_inside=due(step, run.logging.memory_every),
                     look_at_gradients=due(step, run.logging.gradients_every),
                 )
+                if not saver.has_any:
+                    report = stopped_without_checkpoint(report, run.checkpoint.every)
                 keep_trace(job, step)
                 if report.stops is not None:
                     log.event(report)
@@ -88,7 +95,7 @@ def train(run: Run, source: str) -> int:
                     saver.finish()
                     signal = stop.signal_name or "a signal"
                     log.say(f"stopped by {signal} after step {progress.step}; run again to go on")
-                    return 0
+                    return tell_exit_code(0)
             saver.finish()
             told = "".join(f", {count} {action.replace('_', ' ')}" for action, count in sorted(log.counts.items()))
             log.say(f"done: {progress.step} steps{told}, {progress.tokens} tokens; everything lies in {run.run.dir}")
@@ -102,7 +109,8 @@ def settle(job: Job, report: StepReport, progress: Progress, log: RunLog, saver:
         log.event(report)
         return progress
     saver.finish()
-    progress = roll_back(job, report.step, trouble, saver.last)
+    assert saver.last is not None, "else the step has stopped the run"
+    progress = roll_back(job, report.step, saver.last)
     log.go_on_from(progress.step)
     log.event(report, back_to=progress.step)
     log.say(f"rolled back to step {progress.step} ({trouble.reason}); rows that were read since are left out")
@@ -140,6 +148,13 @@ def begin(job: Job, start: Path | None) -> Progress:
     elif job.run.training.init_from is not None:
         load_weights(job, find_checkpoint(job.run.training.init_from, "training.init_from"))
     return progress
+
+
+@contextmanager
+def let_go(job: Job) -> Iterator[None]:
+    """Close the job at a clean end only: an engine waits for its device, which never comes where a rank was lost."""
+    yield
+    job.close()
 
 
 @contextmanager

@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if here.rank == 0 and sys.stderr.isatty():
             print("loading PyTorch and megatron-core: some seconds", file=sys.stderr, flush=True)
         return run_training(command.run, command.source)
+    except KeyboardInterrupt:
+        print("miras-train: Ctrl-C: ends without saving (SIGTERM saves after the step)", file=sys.stderr, flush=True)
+        return 130
     except (ValueError, TimeoutError) as error:
         if not said_by_us(error):
             raise

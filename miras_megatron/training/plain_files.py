@@ -1,6 +1,6 @@
-"""What of a checkpoint is unpickled: tensors, plain values, and of the index the few classes of `METADATA_CLASSES`.
+"""Files of tensors and plain values, and torch's index of them: how they are written, and all that is unpickled.
 
-So a checkpoint from a stranger can't run code.
+That is tensors, plain values and the few classes of `METADATA_CLASSES`: a checkpoint from a stranger can't run code.
 """
 
 from __future__ import annotations

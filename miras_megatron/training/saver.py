@@ -16,6 +16,10 @@ from ..parallel.together import any_rank
 from .checkpoint import Progress, Saving
 from .guard import BadStep
 from .job import Job
+from .signs import SIGNS, alive
+
+LOOK = 0.5
+"""seconds between two looks at a thread that is waited for"""
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,11 @@ class Saver:
             except ValueError as failed:  # why the run stops is what its user needs first
                 logger.error("%s", failed)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a checkpoint to go back to, or one on its way."""
+        return self.last is not None or self._saving is not None
+
     def save(self, progress: Progress) -> None:
         """Begin the checkpoint of `progress`; complete it too, but for checkpoint.background."""
         self.finish()
@@ -67,10 +76,20 @@ class Saver:
         if saving is None:
             return
         if self._thread is not None:
-            self._thread.join()
+            self._wait_for(self._thread)
         self.last = saving.complete()
         self._job.judge.saved()
         self._tell(self.last)
+
+    @staticmethod
+    def _wait_for(thread: Thread) -> None:
+        """Wait as long as it moves: what it writes and reads are signs of life of this thread's now."""
+        seen = -1
+        while thread.is_alive():
+            thread.join(LOOK)
+            if SIGNS.behind != seen:
+                seen = SIGNS.behind
+                alive("saving a checkpoint")
 
     def _writes(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

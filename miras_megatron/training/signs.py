@@ -20,11 +20,13 @@ class Signs:
     place  "starting", "step 12", "validating", "saving a checkpoint"
     step   the update that is under way or was last; 0: none yet
     count  of all signs
+    behind of those that other threads would have given: whoever waits for such a thread passes them on
     """
 
     place: str = "starting"
     step: int = 0
     count: int = 0
+    behind: int = 0
 
 
 SIGNS = Signs()
@@ -33,7 +35,7 @@ SIGNS = Signs()
 
 def begin_anew() -> None:
     """A run begins in this process."""
-    SIGNS.place, SIGNS.step, SIGNS.count = "starting", 0, 0
+    SIGNS.place, SIGNS.step, SIGNS.count, SIGNS.behind = "starting", 0, 0, 0
 
 
 def alive(place: str | None = None, step: int | None = None) -> None:
@@ -42,6 +44,7 @@ def alive(place: str | None = None, step: int | None = None) -> None:
     A checkpoint that is written behind the run would hide a step that hangs.
     """
     if current_thread() is not main_thread():
+        SIGNS.behind += 1
         return
     SIGNS.count += 1
     if place is not None:

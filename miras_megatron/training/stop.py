@@ -41,6 +41,8 @@ def listen_for_stop(speaks: bool = True) -> Iterator[StopRequest]:
     """Catch the signals inside the block; outside, and off the main thread, they do what they did before.
 
     speaks  says at once that it was heard: a step may take minutes
+    Once one has come they stay caught after the block, until a `handlers_restored` around it ends: a second one would
+    end with its own code a run that has saved and takes its groups down.
     """
     request = StopRequest()
 
@@ -50,12 +52,26 @@ def listen_for_stop(speaks: bool = True) -> Iterator[StopRequest]:
             os.write(2, f"{signal.Signals(number).name}: saves and stops after this step\n".encode())
         request.signal_name = signal.Signals(number).name
 
-    with _handled(SIGNALS, remember):
+    with _handled(SIGNALS, remember, restored=lambda: request.signal_name is None):
         yield request
 
 
 @contextmanager
-def _handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+def handlers_restored() -> Iterator[None]:
+    """After the block signals do what they did before it."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, usual in before.items():
+                signal.signal(number, usual)
+
+
+@contextmanager
+def _handled(
+    signals: Sequence[signal.Signals], handler: Handler, restored: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -63,5 +79,6 @@ def _handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[No
     try:
         yield
     finally:
-        for number, usual in before.items():
-            signal.signal(number, usual)
+        if restored():
+            for number, usual in before.items():
+                signal.signal(number, usual)

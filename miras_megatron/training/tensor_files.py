@@ -11,18 +11,23 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import torch as core_strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -99,6 +104,22 @@ class TensorFiles:
         self._writer.finish(self._index, results)
 
 
+class _ReadPlanner(MCoreLoadPlanner):  # type: ignore[misc, unused-ignore]
+    """core's planner; every tensor that is read is a sign of life."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        alive()
+        tensor: Tensor = super().resolve_tensor(read_item)
+        return tensor
+
+
+def read_tensors(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """dist_checkpointing.load of what `wanted` describes. A collective call."""
+    with patch.object(core_strategies, "MCoreLoadPlanner", _ReadPlanner):
+        read: dict[str, Any] = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+    return read
+
+
 class PlannedSave(TorchDistSaveShardedStrategy):  # type: ignore[misc, unused-ignore]
     """What dist_checkpointing.save calls to write: plans only, and leaves the rest to `files`.
 
@@ -120,7 +141,7 @@ class PlannedSave(TorchDistSaveShardedStrategy):  # type: ignore[misc, unused-ig
 
 
 def _copied(part: ShardedTensor) -> ShardedTensor:
-    """The same part of the same tensor, with numbers of its own on the CPU; those that were brought together are so."""
+    """The same part of the same tensor, with numbers of its own on the CPU; what was brought together has them."""
     if is_own(part.data):
         return part
     copied = copy.copy(part)

@@ -193,11 +193,12 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, path: list[str],
         except EOFError:
             break
         try:
-            pipe.send((True, _load(file, name)(*args)))
+            answer = (True, _load(file, name)(*args))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
         KERNELS.clear()
         drop_old_groups()
+        pipe.send(answer)
     dist.destroy_process_group()
 
 

@@ -93,6 +93,15 @@ def test_the_newest_n_are_kept(tmp_path, keep, left):
     assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_{s:08d}" for s in range(5 - left, 5)]
 
 
+def test_a_copy_that_its_user_named_is_left_alone(tmp_path):
+    """Whoever sets a checkpoint aside wants it to stay, and a run must not go on from it."""
+    copy = save(tmp_path, 5).rename(tmp_path / "checkpoints" / "step_00000005_best")
+    for step in (10, 15):
+        save(tmp_path, step)
+    keep_newest(tmp_path, 1)
+    assert copy.is_dir() and [path.name for path in complete_checkpoints(tmp_path)] == ["step_00000015"]
+
+
 def test_a_named_checkpoint_that_is_not_there_is_refused_by_name(tmp_path):
     """Starting anew instead would waste days."""
     with pytest.raises(ValueError, match=r"checkpoint.resume = .*nowhere: does not exist"):
@@ -140,8 +149,9 @@ def test_a_file_that_the_system_does_not_open_is_not_called_damaged(tmp_path, mo
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(checkpoint_folder, "describe", refuse)
-    with pytest.raises(ValueError, match=r"can't be read \(Too many open files\); mend that") as told:
-        damaged_files(folder)
+    problems = damaged_files(folder)  # of this rank: all of them agree on the answer before they raise
+    with pytest.raises(ValueError, match=r"data can't be read \(Too many open files\); mend that") as told:
+        refuse_damaged(folder, problems)
     assert "damaged" not in str(told.value)
 
 

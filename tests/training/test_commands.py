@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from miras_megatron.parallel.exit_code import VARIABLE, told_exit_code
 from miras_megatron.parallel.lost import RankLost
+from miras_megatron.parallel.mesh import ParallelMesh
 from miras_megatron.training import generate, loop, run_folder
 from miras_megatron.training.guard import NotANumber
 from miras_megatron.training.main import expand_short, main, one_message
@@ -151,6 +152,34 @@ def test_a_signal_saves_and_ends_well_and_the_run_goes_on(tmp_path, monkeypatch,
     monkeypatch.undo()
     assert main(tiny_config(tmp_path, training__steps=4)) == 0
     assert [s for s, _, _ in learned(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_second_signal_changes_no_exit_code(tmp_path, monkeypatch):
+    """It comes while the groups are taken down: a run that has saved would end as one that was lost."""
+    step, down = loop.train_step, ParallelMesh.destroy
+
+    def interrupted(job, number_of_step, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(job, number_of_step, **options)
+
+    def destroy(mesh):
+        os.kill(os.getpid(), signal.SIGTERM)
+        down(mesh)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    monkeypatch.setattr(ParallelMesh, "destroy", destroy)
+    assert main(tiny_config(tmp_path, training__steps=4)) == 0
+
+
+def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):
+    """Forty lines of traceback look like a fault of this program."""
+
+    def interrupted(job, number_of_step, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    assert main(tiny_config(tmp_path, training__steps=4)) == 130
+    assert "miras-train: Ctrl-C: ends without saving" in capsys.readouterr().err
 
 
 def test_an_error_of_a_library_keeps_its_traceback(tmp_path, monkeypatch):

@@ -15,10 +15,11 @@ from helpers.tiny_run import tiny_config, train_here
 from helpers.worlds import run_world
 
 from miras_megatron.parallel.shares import is_own
-from miras_megatron.training import loop, tensor_files
+from miras_megatron.training import loop, tensor_files, watchdog
 from miras_megatron.training.checkpoint import Saving
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.main import main
+from miras_megatron.training.tensor_files import _Planner
 
 BEHIND = {"checkpoint__every": 2, "training__steps": 6, "evaluate__every": 0, "data__split": "100,0,0"}
 
@@ -110,6 +111,22 @@ def test_a_disk_that_fills_behind_the_run_is_told_as_in_front_of_it(tmp_path, ca
     assert "the checkpoint of step 4 can't be written (File too large)" in error and "Traceback" not in error
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
     assert main([*argv, "--optimizer.decay_steps=6"]) == 0
+
+
+def test_a_disk_that_is_slow_behind_the_run_is_no_hang(tmp_path, monkeypatch):
+    """The run waits for its writer, which moves: ended by the watchdog it loses the checkpoint, at every start."""
+    ended, planned = [], _Planner.resolve_data
+    monkeypatch.setattr(watchdog, "_leave", lambda: ended.append("by the watchdog"))
+
+    def slowly(self, item):
+        time.sleep(0.1)
+        return planned(self, item)
+
+    monkeypatch.setattr(_Planner, "resolve_data", slowly)
+    changes = {"training__steps": 2, "training__watchdog": 2, "parallel__timeout": 60}
+    assert main(tiny_config(tmp_path, **(BEHIND | changes), checkpoint__background="true")) == 0
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
+    assert not ended
 
 
 def test_a_run_that_the_guard_stops_completes_what_it_has_begun(tmp_path, monkeypatch):
