@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ import pytest
 import torch
 from helpers.tiny_run import learned, tiny_config, train_here
 from helpers.worlds import run_world
+from miras_tools.ds_common import read_common
 from miras_tools.ds_convert import _latest, main
+from miras_tools.hf_shapes import weight_shapes
 
 from miras_megatron.compat.cpu import core_without_cuda
 from miras_megatron.config.load import load_run
 from miras_megatron.parallel.mesh import ParallelMesh
 from miras_megatron.training.build_job import build_job
+from miras_megatron.training.checkpoint import saved_run
 from miras_megatron.training.checkpoint_folder import find_checkpoint
 from miras_megatron.training.main import main as train
 from miras_megatron.training.stored_tensors import StoredTensors
@@ -97,10 +102,145 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(
     moment = universal / "zero" / "decoder.final_layernorm.weight" / "exp_avg.pt"
     torch.save({"param": torch.zeros(3)}, moment)
     assert main(["from-deepspeed", str(universal), str(tmp_path / "again")]) == 2
-    assert f"{moment}: must hold a tensor of shape [16]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{moment}: holds a strided tensor of float32 on cpu, shape [3], must hold" in said and "[16]" in said
     moment.unlink()
     assert main(["from-deepspeed", str(universal), str(tmp_path / "again")]) == 2
     assert f"{moment} is missing" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def universal(folder: Path) -> Path:
+    """The run of `folder` as a universal checkpoint."""
+    assert main(["to-universal", str(folder / "run"), str(folder / "shared")]) == 0
+    return folder / "shared"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt"])
+def test_a_flipped_bit_goes_into_no_other_checkpoint(
+    folder: Path, universal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The universal folder has no manifest: a weight that a disk has changed would be taken for what was learned."""
+    hurt = tmp_path / "hurt"
+    shutil.copytree(find_checkpoint(folder / "run", "RUN"), hurt)
+    content = bytearray((hurt / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    (hurt / name).write_bytes(content)
+    for argv in (["to-universal", str(hurt)], ["from-deepspeed", str(universal), "--like", str(hurt)]):
+        assert main([*argv, str(tmp_path / "made")]) == 2
+        said = capsys.readouterr().err
+        assert "damaged checkpoint" in said and f"{hurt / name} has changed since it was written" in said
+    assert not (tmp_path / "made").exists()
+
+
+def refused(universal: Path, tmp_path: Path, file: str, content: Any, *options: str) -> int:
+    """Exit code of from-deepspeed where `content` stands in `file` instead; nothing may be made then."""
+    foreign, made = tmp_path / "foreign", tmp_path / "made"
+    shutil.copytree(universal, foreign)
+    torch.save(content, foreign / file)
+    code = main(["from-deepspeed", str(foreign), str(made), *options])
+    assert not made.exists() or code == 0
+    return code
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"a": 1},
+        None,
+        float("inf"),
+        float("nan"),
+        "abc",
+        -5,
+        1e30,
+        1.5,
+        True,
+        torch.ones(3),
+        torch.ones((), device="meta"),
+    ],
+    ids=str,
+)
+def test_updates_that_are_no_whole_number_are_refused(
+    universal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: Any
+) -> None:
+    """AdamW corrects its moments by this number: a wrong one trains another run, a strange one ends in a traceback."""
+    first = next(iter(weight_shapes(saved_run(universal / "miras"))))
+    file = f"zero/{first}/step.pt"
+    assert refused(universal, tmp_path, file, step) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'foreign' / file}: holds " in said and "must hold a whole number of updates from 0" in said
+
+
+def test_updates_may_be_a_tensor_of_one_or_not_there_but_no_folder(
+    universal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed writes a tensor, older folders nothing, and a folder there is a broken copy."""
+    first = next(iter(weight_shapes(saved_run(universal / "miras"))))
+    foreign = tmp_path / "foreign"
+    path = foreign / "zero" / first / "step.pt"
+    assert refused(universal, tmp_path, f"zero/{first}/step.pt", torch.tensor(7.0)) == 0
+    assert read_common(find_checkpoint(tmp_path / "made", "RUN"))["updates"] == 7
+    path.unlink()
+    assert main(["from-deepspeed", str(foreign), str(tmp_path / "without")]) == 0
+    assert read_common(find_checkpoint(tmp_path / "without", "RUN"))["updates"] == 2
+    path.mkdir()
+    capsys.readouterr()
+    assert main(["from-deepspeed", str(foreign), str(tmp_path / "again")]) == 2
+    assert f"{path}: is no file" in capsys.readouterr().err
+
+
+STRANGE: dict[str, Callable[[torch.Size], Any]] = {
+    "sparse": lambda shape: torch.zeros(shape).to_sparse(),
+    "quantized": lambda shape: torch.quantize_per_tensor(torch.zeros(shape), 0.1, 0, torch.qint8),
+    "meta": lambda shape: torch.zeros(shape, device="meta"),
+    "complex": lambda shape: torch.zeros(shape, dtype=torch.complex64),
+    "integer": lambda shape: torch.zeros(shape, dtype=torch.int64),
+    "transposed": lambda shape: torch.zeros(shape[::-1]),
+    "no tensor": lambda shape: "abc",
+}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "exp_avg_sq"])
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_tensor_of_another_kind_is_refused(
+    universal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], strange: str, kind: str
+) -> None:
+    """A transposed matrix has as many numbers: it would be taken for weights, and the model would babble."""
+    shapes = weight_shapes(saved_run(universal / "miras"))
+    name, shape = next((name, shape) for name, shape in shapes.items() if len(set(shape)) == 2)
+    file = f"zero/{name}/{kind}.pt"
+    assert refused(universal, tmp_path, file, {"param": STRANGE[strange](torch.Size(shape))}) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'foreign' / file}: holds " in said
+    assert f"must hold a dense floating point tensor of shape {list(shape)}" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, None) for name in ("step", "tokens", "updates", "tokenizer", "data")),
+        *(("step", "x"), ("step", -1), ("step", 1.5), ("tokens", "many"), ("updates", True), ("tokenizer", 3)),
+        *(("data", 7), ("data", {"usual": {"samples": -1, "fingerprint": "a"}}), ("data", {"long": {}})),
+        *(("recent", "q"), ("recent", {"losses": ["x"]})),
+    ],
+)
+def test_common_values_with_which_no_run_goes_on_are_refused(
+    universal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    """Else the folder is made, and the run that starts from it hours later ends in a traceback."""
+    common = read_common(universal / "miras")
+    changed = {key: kept for key, kept in common.items() if key != name} | ({} if value is None else {name: value})
+    assert refused(universal, tmp_path, "miras/common.pt", changed) == 2
+    said = capsys.readouterr().err
+    told = f"{name} is missing" if value is None else f"{name} = "
+    assert value is None or ": must be " in said
+    assert f"{tmp_path / 'foreign/miras/common.pt'}: {told}" in said and "with --like" in said
+
+
+def test_a_target_with_a_nul_byte_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No file may be called so, and Python says it in a traceback."""
+    assert main(["to-universal", str(folder / "run"), "a\0b"]) == 2
+    assert "FOLDER = 'a\\x00b': holds a NUL byte" in capsys.readouterr().err
 
 
 def read_by_deepspeed(argv: list[str], universal: Path, run: Path) -> bool:

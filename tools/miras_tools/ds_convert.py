@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from miras_megatron.config.schema import Optimizer, Parallel, Run
-from miras_megatron.training.checkpoint import COMMON, saved_run
-from miras_megatron.training.checkpoint_folder import find_checkpoint, folder_of
+from miras_megatron.training.checkpoint import saved_run
+from miras_megatron.training.checkpoint_folder import damaged_files, find_checkpoint, folder_of, refuse_damaged
 from miras_megatron.training.main import one_message
-from miras_megatron.training.plain_files import read_plain
 from miras_megatron.training.run_folder import stored_form
 
+from .ds_common import read_common
 from .ds_universal import BESIDE, TRUST, UniversalTensors, keep_beside, write_universal
 from .new_folder import new_folder
 from .run_writer import write_run
@@ -45,12 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def to_universal(options: argparse.Namespace) -> int:
     """The project's checkpoint as a universal one."""
-    checkpoint, target = find_checkpoint(options.source, "CHECKPOINT"), Path(options.target)
-    common = read_plain(checkpoint / "common.pt", COMMON)
+    checkpoint, target = _undamaged(options.source, "CHECKPOINT"), Path(options.target)
+    common = read_common(checkpoint)
     with new_folder(target, "FOLDER", last=BESIDE) as made:
         write_universal(checkpoint, common["updates"], made)
     print(f"wrote {target}: DeepSpeed's universal checkpoint of step {common['step']}", flush=True)
     return 0
+
+
+def _undamaged(path: str, field: str) -> Path:
+    """The checkpoint that a user named, after its files were compared with its manifest. Raises ValueError."""
+    checkpoint = find_checkpoint(path, field)
+    refuse_damaged(checkpoint, damaged_files(checkpoint))
+    return checkpoint
 
 
 def to_deepspeed(options: argparse.Namespace) -> int:
@@ -84,10 +91,10 @@ def _alone(run: Run, stage: int) -> Run:
 def from_deepspeed(options: argparse.Namespace) -> int:
     """A universal checkpoint, or DeepSpeed's own, as a run folder with one checkpoint of the project."""
     source, target = Path(options.source), Path(options.target)
-    beside = source / BESIDE if options.like is None else find_checkpoint(options.like, "--like")
+    beside = source / BESIDE if options.like is None else _undamaged(options.like, "--like")
     if not (beside / "config.yaml").is_file():
         raise ValueError(f"FOLDER = {source}: has no {BESIDE}/config.yaml; name a run of the same model with --like")
-    run, common = saved_run(beside), read_plain(beside / "common.pt", COMMON)
+    run, common = saved_run(beside), read_common(beside)
     with tempfile.TemporaryDirectory() as room, new_folder(target, "RUN_DIR", last=folder_of("").name) as made:
         tensors = UniversalTensors(_universal(source, options.trust_pickle, Path(room)), run, options.trust_pickle)
         updates = tensors.updates

@@ -9,10 +9,12 @@ All of it is read as tensors and plain values; files of others that hold pickled
 
 from __future__ import annotations
 
+import os
+import reprlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from miras_megatron.training.optimizer import MOMENTS
 from miras_megatron.training.plain_files import no_extra_globals, write_plain
 from miras_megatron.training.stored_tensors import StoredTensors
 
+from .ds_common import MOST, is_count
 from .hf_shapes import weight_dtypes, weight_shapes
 
 BESIDE = "miras"
@@ -30,6 +33,9 @@ BESIDE = "miras"
 
 MOST_GROUPS = 64
 """of parameters, of whoever reads a universal checkpoint"""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of the numbers that are read."""
 
 TRUST = "it is unpickled, which runs what is in it, only with --trust-pickle"
 
@@ -92,17 +98,23 @@ class UniversalTensors:
     def updates(self) -> int | None:
         """Updates that AdamW had made; None where the checkpoint doesn't say."""
         path = self.folder / next(iter(self.shapes)) / "step.pt"
-        return int(self._load(path)) if path.is_file() else None
+        return _count(path, self._load(path)) if os.path.lexists(path) else None
 
     def _read(self, name: str, kind: str) -> Tensor:
-        path, shape = self.folder / name / f"{kind}.pt", self.shapes[name]
+        path, shape = self.folder / name / f"{kind}.pt", torch.Size(self.shapes[name])
         content = self._load(path)
         tensor = content.get("param") if isinstance(content, dict) else content
-        if not isinstance(tensor, Tensor) or tensor.numel() != torch.Size(shape).numel():
-            raise ValueError(f"{path}: must hold a tensor of shape {list(shape)}; is it a checkpoint of this model?")
+        # DeepSpeed's converter leaves what stage 3 had as one row of numbers
+        if not _is_dense(tensor) or tensor.shape not in (shape, torch.Size([shape.numel()])):
+            raise ValueError(
+                f"{path}: holds {_in_words(tensor)}, must hold a dense floating point tensor of shape {list(shape)}; "
+                "is it a checkpoint of this model?"
+            )
         return tensor.detach().reshape(shape).to(torch.float32, copy=True)
 
     def _load(self, path: Path) -> Any:
+        if not path.is_file():
+            raise ValueError(f"{path}: is no file; write the checkpoint again")
         with no_extra_globals():
             try:
                 return torch.load(path, map_location="cpu", weights_only=not self.trusted)
@@ -110,3 +122,31 @@ class UniversalTensors:
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 told = "" if self.trusted else f"; if it holds pickled objects, {TRUST}"
                 raise ValueError(f"{path}: can't be read as tensors and plain values: {first}{told}") from None
+
+
+def _is_dense(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor whose numbers all lie in memory, in a type that weights are trained in."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    return not value.is_nested and value.dtype in FLOATS
+
+
+def _in_words(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return reprlib.repr(value)
+    layout, device = str(value.layout).removeprefix("torch."), value.device.type
+    return f"a {layout} tensor of {str(value.dtype).removeprefix('torch.')} on {device}, shape {list(value.shape)}"
+
+
+def _count(path: Path, value: object) -> int:
+    """What a step.pt holds, as a whole number; DeepSpeed's may be a tensor of one. Raises ValueError."""
+    told = _in_words(value)
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu" and not value.dim():
+        value = value.item()
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    if not isinstance(whole, int) or not is_count(whole):
+        raise ValueError(
+            f"{path}: holds {told}, must hold a whole number of updates from 0 to {MOST}; "
+            "mend it, or remove it: then common.pt says how many there were"
+        )
+    return whole

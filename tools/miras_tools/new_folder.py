@@ -16,6 +16,10 @@ from pathlib import Path
 
 def refuse_occupied(target: Path, field: str, own: Path | None = None) -> None:
     """Raise ValueError where `target`, which the user named as `field`, holds something already, `own` aside."""
+    if "\0" in str(target):
+        raise ValueError(
+            f"{field} = {str(target)!r}: holds a NUL byte, which no name of a file may; name another folder"
+        )
     held = min((path.name for path in target.iterdir() if path != own), default=None) if target.is_dir() else None
     if held is not None:
         raise ValueError(
