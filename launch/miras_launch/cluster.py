@@ -15,6 +15,8 @@ import yaml
 from miras_megatron.config.describe import type_in_words
 from miras_megatron.config.errors import ConfigError
 
+from .field_rules import wrong_numbers, wrong_texts
+
 FOLDERS = (Path("configs/clusters"), Path(__file__).resolve().parents[2] / "configs/clusters")
 """Where `--cluster NAME` looks: here, then beside this program's sources."""
 
@@ -121,24 +123,17 @@ def known_clusters() -> list[str]:
 
 def problems_of(cluster: Cluster) -> Iterator[str]:
     """What can't be in a cluster: field, value, rule and way out, one line each."""
-    for name in ("nodes", "ranks_per_node", "gpu_gib", "cpus_per_rank", "signal_lead"):
-        if (value := getattr(cluster, name)) is not None and value <= 0:
-            yield f"{name} = {value}: must be above 0"
-    for name in ("gpus_per_node", "max_requeues", "free_gib"):
-        if (value := getattr(cluster, name)) is not None and value < 0:
-            yield f"{name} = {value}: must be at least 0"
+    yield from wrong_numbers(cluster)
     yield from _ignored(cluster)
     yield from _time(cluster)
-    yield from _words(cluster)
+    yield from wrong_texts(cluster)
     if cluster.container_mounts and cluster.container is None:
         yield f"container_mounts = {cluster.container_mounts}: there is no container; name its image, or leave them out"
-    if cluster.launcher == "mpi" and not cluster.mpirun:
-        yield "mpirun = []: must hold the command that starts MPI, such as mpirun"
 
 
 def seconds_of(time_limit: str) -> int | None:
     """Seconds of [days-]hours:minutes:seconds; None where it isn't such."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", time_limit)
+    match = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", time_limit, re.ASCII)
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -168,20 +163,6 @@ def _time(cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _words(cluster: Cluster) -> Iterator[str]:
-    """What would break the lines of a script."""
-    for name in cluster.environment:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            yield f"environment.{name}: no name of a variable; letters, digits and _ only"
-    for name in ("options", "srun_options"):
-        for word in getattr(cluster, name):
-            if not word.startswith("-") or "\n" in word:
-                yield f"{name}: {word!r} is no option; each starts with -, its value after ="
-    for name in ("partition", "account", "memory_per_node"):
-        if (value := getattr(cluster, name)) is not None and not re.fullmatch(r"[\w.,:+-]+", value):
-            yield f"{name} = {value!r}: must be one word, or null"
-
-
 def _find(name: str) -> Path:
     if "/" in name or name.endswith((".yaml", ".yml")):
         return Path(name)
@@ -203,8 +184,10 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(str(path), ["no such file"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"can't be read: {error}"]) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 32nd of a month
         raise ConfigError(str(path), ["not YAML: " + " ".join(str(error).split())]) from None
+    except RecursionError:
+        raise ConfigError(str(path), ["can't be read: lists in lists, too deep; no field has more than one"]) from None
     if not isinstance(values or {}, dict):
         raise ConfigError(str(path), [f"must hold fields of a cluster, not {type(values).__name__}"])
     return values or {}

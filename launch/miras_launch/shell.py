@@ -24,7 +24,7 @@ def in_double_quotes(value: str) -> str:
     """A word of shell in which only $NAME and ${NAME} are filled in: no command runs, nothing is computed."""
     for sign in '\\"`':
         value = value.replace(sign, "\\" + sign)
-    value = re.sub(r"\$(?![A-Za-z_]|\{[A-Za-z_]\w*\})", r"\\$", value)
+    value = re.sub(r"\$(?![A-Za-z_]|\{[A-Za-z_]\w*\})", r"\\$", value, flags=re.ASCII)
     return f'"{value}"'
 
 

@@ -79,6 +79,20 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (Cluster(time_limit="1h"), "time_limit = '1h': must be"),
         (Cluster(time_limit="00:05:00", signal_lead=300), "signal_lead = 300: the run would be asked to save before"),
         (Cluster(environment={"A B": "1"}), "environment.A B: no name of a variable"),
+        (Cluster(environment={"Aé": "1"}), "environment.Aé: no name of a variable"),
+        (Cluster(options=["--x\ry"]), "options: '--x\\ry' is no option; each is one line"),
+        (Cluster(setup=["a", "b\0"]), "setup = ['a', 'b\\x00']: holds a NUL byte"),
+        (Cluster(environment={"A": "\0"}), "environment = {'A': '\\x00'}: holds a NUL byte"),
+        (Cluster(programs="/a\0b"), "programs = '/a\\x00b': holds a NUL byte"),
+        (Cluster(time_limit="٢٤:00:00"), "time_limit = '٢٤:00:00': must be"),
+        (Cluster(free_gib=float("nan")), "free_gib = nan: must be a number up to 1,000,000,000"),
+        (Cluster(gpu_gib=float("inf")), "gpu_gib = inf: must be a number up to 1,000,000,000"),
+        (Cluster(gpu_gib=float("nan")), "gpu_gib = nan: must be"),
+        (Cluster(free_gib=10**400), "must be a number up to 1,000,000,000"),
+        (Cluster(signal_lead=65_536), "signal_lead = 65536: must be a number up to 65,535"),
+        (Cluster(nodes=1_000_001), "nodes = 1000001: must be a number up to 1,000,000"),
+        (Cluster(ranks_per_node=10**8), "ranks_per_node = 100000000: must be a number up to 1,000,000"),
+        (Cluster(launcher="mpi", mpirun=["mpirun", ""]), "mpirun = ['mpirun', '']: must hold the command"),
         (Cluster(options=["qos=long"]), "options: 'qos=long' is no option"),
         (Cluster(partition="a b"), "partition = 'a b': must be one word"),
         (Cluster(container_mounts=["/a:/a"]), "there is no container"),
@@ -134,7 +148,15 @@ def test_an_unknown_name_lists_those_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("- a", "must hold fields"), ("a: [", "not YAML"), (None, "no such file")]
+    ("text", "message"),
+    [
+        ("- a", "must hold fields"),
+        ("a: [", "not YAML"),
+        ("partition: 2026-11-32", "not YAML: day is out of range"),
+        ("options: " + "[" * 3000 + "]" * 3000, "too deep"),
+        (None, "no such file"),
+    ],
+    ids=["list", "open", "date", "deep", "none"],
 )
 def test_a_file_that_is_none_is_one_message(tmp_path: Path, text: str | None, message: str) -> None:
     """No traceback for a path with a typo."""

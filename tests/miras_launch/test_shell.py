@@ -19,6 +19,7 @@ def printed(lines: str, **variables: str) -> str:
         ('a"b`id`\\c$MIRAS_X', 'a"b`id`\\cd'),
         ("${MIRAS_X}e", "de"),
         ("$(id) $((1 + 1)) $[1 + 1]", "$(id) $((1 + 1)) $[1 + 1]"),
+        ("${MIRAS_é}${é}", "${MIRAS_é}${é}"),
         ("${MIRAS_X:-$(id)} ${#MIRAS_X} $1 $$ 5$", "${MIRAS_X:-$(id)} ${#MIRAS_X} $1 $$ 5$"),
     ],
 )
