@@ -73,6 +73,8 @@ def _refuse_lines(run: Run, where: str) -> None:
         for name, text in named.items()
         if not text.isprintable()
     ]
+    if (folder := str(Path(run.run.dir))).startswith("-"):  # ./-x is -x too, as a Path
+        problems.append(f"run.dir = {run.run.dir!r}: programs take it for an option; put it in a folder: runs/{folder}")
     if problems:
         raise ConfigError("launcher = 'slurm'", problems)
 

@@ -397,3 +397,12 @@ def test_a_dry_run_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str
     )
     script = told[told.index("#!/usr/bin/env bash") :]
     assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=20).returncode == 0
+
+
+@pytest.mark.parametrize("folder", ["-x", "./-x"])
+def test_a_folder_that_looks_like_an_option_is_refused(place: Path, folder: str) -> None:
+    """Else sbatch, and mkdir in the script, end with what they say of an unknown option."""
+    told = rf"run\.dir = '{folder}': programs take it for an option; put it in a folder: runs/-x"
+    with pytest.raises(ConfigError, match=told):
+        job(words=(f"--run.dir={folder}", "--training.micro_batch=1"))
+    assert "run_dir=runs/-x " in job(words=("--run.dir=runs/-x", "--training.micro_batch=1")).script
