@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miras_megatron.config.check import find_problems
@@ -61,9 +61,19 @@ def points_of(words: Sequence[str], source: str, run: Run, sweep: Sequence[str],
     names = [point.folder for point in points]
     for folder in {name for name in names if names.count(name) > 1}:
         problems[f"--sweep: two values make a folder's name alike, {folder.name}; sweep them apart"] = None
+    problems |= dict.fromkeys(_twice(points))
     if problems:
         raise ConfigError(source, list(problems))
     return points
+
+
+def _twice(points: Sequence[Point]) -> Iterator[str]:
+    """Points that differ in their words alone, such as 1e-3 and 1.0e-3."""
+    seen: dict[str, str] = {}
+    for point in points:
+        name, content = point.folder.name, repr(replace(point.run, run=replace(point.run.run, dir="")))
+        if seen.setdefault(content, name) != name:
+            yield f"--sweep: {seen[content]} and {name} are the same run; keep one"
 
 
 def grid(sweep: Sequence[str]) -> list[dict[str, str]]:

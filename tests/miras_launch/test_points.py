@@ -53,6 +53,7 @@ def test_fields_of_one_name_keep_their_section() -> None:
         (["optimizer.lr"], "must be field=a,b,c"),
         (["optimizer.lr=1,,2"], "must be field=a,b,c"),
         (["optimizer.lr=1,1"], "given twice"),
+        (["optimizer.lr=1e-3,1.0e-3"], "--sweep: lr=1e-3 and lr=1.0e-3 are the same run; keep one"),
         (["model.layers=1", "model.layers=2"], "swept twice"),
         (["run.dir=a,b"], "a folder of its own already"),
         (["optimizer.rl=1,2"], "optimizer.rl: unknown field"),
