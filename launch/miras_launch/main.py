@@ -92,7 +92,7 @@ def _wrong_places(place: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
 
 
 def _places() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser("miras-launch", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--cluster", metavar="NAME", help="a file of configs/clusters, or its path; none: this machine")
     parser.add_argument("--nodes", type=int, help="machines (default: the cluster's; 1 without)")
     parser.add_argument("--ranks", type=int, help="processes a machine, one a device (default the same)")

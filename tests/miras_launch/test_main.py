@@ -53,3 +53,11 @@ def test_where_machines_meet_is_said_where_it_is_needed_and_nowhere_else(
     """Two machines would wait for each other at two places, ten minutes long; or a wish is silently ignored."""
     assert main([DEBUG, *words, "--training.micro_batch=1", "--dry-run"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_word_that_is_no_number_is_told_by_the_command_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """ "main.py: error" in a log of ten commands says of none of them that it is meant."""
+    with pytest.raises(SystemExit) as ended:
+        main([DEBUG, "--nodes=abc"])
+    assert ended.value.code == 2
+    assert "miras-launch: error: argument --nodes: invalid int value: 'abc'" in capsys.readouterr().err
