@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from miras_megatron.parallel.exit_code import tell_exit_code
 from miras_megatron.parallel.rendezvous import RankInfo, find_rank
@@ -22,6 +23,9 @@ from .node_facts import node_name
 
 FAULTS_FOUND = 6
 """What miras-launch ends with then: 1 would be a fault of the program, or of what starts ranks."""
+
+MOST = 1_000_000_000
+"""of devices, GiB and seconds"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,11 +62,26 @@ def _options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shared", metavar="FOLDER", help="must be one folder for all machines: run.dir")
     parser.add_argument("--cache", metavar="FOLDER", help="each machine's own: data.cache")
-    parser.add_argument("--gpus", type=int, default=0, help="devices that each machine must show (default 0)")
-    parser.add_argument("--free-gib", type=float, default=1.0, help="space wanted in these folders, GiB (default 1)")
-    parser.add_argument("--clock", type=float, default=5.0, help="seconds that clocks may differ (default 5)")
-    parser.add_argument("--deadline", type=float, default=120.0, help="seconds that any step may take (default 120)")
+    parser.add_argument("--gpus", type=_count, default=0, help="devices that each machine must show (default 0)")
+    parser.add_argument("--free-gib", type=_amount, default=1.0, help="space wanted in these folders, GiB (default 1)")
+    parser.add_argument("--clock", type=_amount, default=5.0, help="seconds that clocks may differ (default 5)")
+    parser.add_argument("--deadline", type=_amount, default=120.0, help="seconds that any step may take (default 120)")
     return parser
+
+
+def _amount(text: str) -> float:
+    """GiB or seconds. What is above MOST, and what is no number at all, is a slip of the pen."""
+    with suppress(ValueError):
+        if 0 <= (amount := float(text)) <= MOST:
+            return amount
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to {MOST:,}")
+
+
+def _count(text: str) -> int:
+    with suppress(ValueError):
+        if 0 <= (count := int(text)) <= MOST:
+            return count
+    raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to {MOST:,}")
 
 
 if __name__ == "__main__":

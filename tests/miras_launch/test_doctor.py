@@ -242,3 +242,16 @@ def test_a_rank_0_that_dies_meanwhile_is_one_message(
     monkeypatch.setattr(Meeting, "join", lambda info, deadline: Meeting(Gone(), info, deadline))
     assert doctor.main([]) == 1
     assert "can't meet the others, or lost them, at 127.0.0.1:0 (Connection reset by peer)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "x", "1e300"])
+@pytest.mark.parametrize("option", ["--deadline", "--free-gib", "--clock", "--gpus"])
+def test_a_limit_that_nothing_can_be_held_against_is_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No disk has less than nan GiB free: every machine would pass, whatever is wrong with it."""
+    with pytest.raises(SystemExit) as ended:
+        doctor.main([f"{option}={value}"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"argument {option}: {value!r} must be a " in said and "number from 0 to 1,000,000,000" in said
