@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from miras_launch.main import main
 
-DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
+ROOT = Path(__file__).resolve().parents[2]
+DEBUG = str(ROOT / "configs/runs/debug_cpu.yaml")
 
 
 def test_a_dry_run_shows_layout_and_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,3 +65,20 @@ def test_a_word_that_is_no_number_is_told_by_the_command_that_was_typed(capsys: 
         main([DEBUG, "--nodes=abc"])
     assert ended.value.code == 2
     assert "miras-launch: error: argument --nodes: invalid int value: 'abc'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "package"), [("jsonargparse", "jsonargparse"), ("yaml", "PyYAML")])
+def test_a_login_node_without_a_package_is_told_its_name(module: str, package: str, tmp_path: Path) -> None:
+    """A traceback of imports says neither what to install nor that torch isn't needed for it."""
+    (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError('none', name={module!r})")
+    path = os.pathsep.join([str(tmp_path), *(str(ROOT / part) for part in (".", "launch"))])
+    done = subprocess.run(
+        [sys.executable, "-m", "miras_launch.main", DEBUG, "--dry-run"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == f"miras-launch: {package} isn't installed here: pip install pyyaml jsonargparse\n"
