@@ -14,8 +14,8 @@ class RankLost(RuntimeError):
 GONE = ("onnection", "imed out", "imeout", "closed by", "roken pipe", "eset by peer", "NCCL")
 """What torch's errors say where a rank of a collective died or hung."""
 
-WAITING = ("torch.distributed", "megatron.core.")
-"""Modules in which ranks wait for each other: core waits for what stages send, and for its buckets, by itself."""
+WAITING = ("torch.distributed", "megatron.core.", "miras_megatron.parallel.")
+"""Modules in which ranks wait for each other: core for what stages send and for its buckets, ours for parts (`shares`)."""
 
 
 def as_loss(error: BaseException, where: str) -> RankLost | None:

@@ -28,6 +28,7 @@ def raised_in(module: str, error: Exception) -> Exception:
         ("torch.distributed.distributed_c10d", "[gloo] Timed out waiting 5000ms for recv operation", True),
         ("megatron.core.pipeline_parallel.p2p_communication", "Connection closed by peer [127.0.0.1]:1", True),
         ("torch.distributed.distributed_c10d", "wait timeout after 5000ms, keys: /world/0//cpu//0/1", True),
+        ("miras_megatron.parallel.shares", "Read error [127.0.0.1]:1: Connection reset by peer", True),
         ("torch.distributed.distributed_c10d", "tensors differ in size", False),
         ("megatron.core.transformer.mlp", "", False),
         ("miras_megatron.training.data", "Connection closed by peer", False),
