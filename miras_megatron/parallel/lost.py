@@ -15,7 +15,7 @@ GONE = ("onnection", "imed out", "imeout", "closed by", "roken pipe", "eset by p
 """What torch's errors say where a rank of a collective died or hung."""
 
 WAITING = ("torch.distributed", "megatron.core.", "miras_megatron.parallel.")
-"""Modules in which ranks wait for each other: core for what stages send and for its buckets, ours for parts (`shares`)."""
+"""Modules in which ranks wait for each other: core for what stages send and for its buckets, ours for parts."""
 
 
 def as_loss(error: BaseException, where: str) -> RankLost | None:
