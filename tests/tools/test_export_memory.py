@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from miras_tools.hf_shapes import weight_shapes
+from miras_tools.run_writer import write_run
 from torch import Tensor
 
-from miras_megatron.config.describe import dump_run
 from miras_megatron.config.load import load_run
 from miras_megatron.config.schema import Run
-from miras_megatron.training.checkpoint_folder import describe, folder_of, name_of, write_manifest
-from miras_megatron.training.plain_files import write_plain
-from miras_megatron.training.stored_tensors import write_tensors
 from miras_megatron.training.tokenizer import ByteTokenizer
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/runs/titans_lmm_1b3.yaml"
@@ -43,14 +40,9 @@ def random_weights(run: Run) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_checkpoint(run: Run) -> None:
-    """A checkpoint of step 0 with random weights, a tensor at a time."""
-    folder = folder_of(run.run.dir) / name_of(0)
-    folder.mkdir(parents=True)
-    write_tensors(folder, random_weights(run))
-    common = {"step": 0, "tokens": 0, "updates": 0, "tokenizer": ByteTokenizer().digest}
-    write_plain(folder / "common.pt", common | {"data": {}, "lanes": [], "lane_layouts": {}})
-    (folder / "config.yaml").write_text(dump_run(run), encoding="utf-8")
-    write_manifest(folder, 0, {path.name: describe(path) for path in folder.iterdir()})
+    """A run with a checkpoint of step 0 with random weights, a tensor at a time."""
+    common = {"step": 0, "tokens": 0, "updates": 0, "tokenizer": ByteTokenizer().digest, "data": {}}
+    write_run(Path(run.run.dir), run, common, random_weights(run))
 
 
 @pytest.mark.full
@@ -60,9 +52,10 @@ def test_a_model_of_1_3_billion_parameters_is_exported_in_little_memory(tmp_path
     changes = ["--data.tokenizer=bytes", "--model.vocab_size=31997", "--training.precision=fp32"]
     run = load_run([str(CONFIG), *changes, f"--run.dir={tmp_path / 'run'}"])
     sizes = [4 * math.prod(shape) for shape in weight_shapes(run).values()]
-    # on a small disk it would fill it for everybody else, and tell nothing of memory
     if shutil.disk_usage(tmp_path).free < 3 * sum(sizes):
-        pytest.skip(f"needs {3 * sum(sizes) >> 30} GiB of disk")
+        pytest.skip(
+            f"needs {3 * sum(sizes) >> 30} GiB of disk: a smaller one it would fill, and tell nothing of memory"
+        )
     write_checkpoint(run)
     words = [sys.executable, "-W", "ignore", "-c", EXPORT, str(tmp_path / "run"), str(tmp_path / "model")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500)

@@ -1,8 +1,11 @@
-"""One tiny trained run that several tests read and none changes."""
+"""One tiny trained run that several tests read and none changes; a slow disk that the watchdog looks at."""
+
+import time
 
 import pytest
 from helpers.tiny_run import tiny_config
 
+from miras_megatron.training import watchdog
 from miras_megatron.training.main import main
 
 
@@ -13,3 +16,23 @@ def trained_run(tmp_path_factory):
     changes = {"training__steps": 6, "checkpoint__every": 3, "model__block": "mac", "logging__tensorboard": "true"}
     assert main(tiny_config(folder, **changes)) == 0
     return folder / "run"
+
+
+@pytest.fixture
+def slow_under_watch(monkeypatch):
+    """Make a method take 0.1 s more; the fields of a run with which the watchdog ends what takes 2 s. It must not."""
+    ended = []
+    monkeypatch.setattr(watchdog, "_leave", lambda: ended.append("by the watchdog"))
+
+    def make_slow(owner, name):
+        plain = getattr(owner, name)
+
+        def slowly(*args):
+            time.sleep(0.1)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, slowly)
+        return {"training__watchdog": 2, "parallel__timeout": 60}
+
+    yield make_slow
+    assert not ended

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 from helpers.same_run import assert_same_run
@@ -10,7 +9,6 @@ from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from miras_megatron.training import watchdog
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.feed import Feed
 from miras_megatron.training.main import main
@@ -133,20 +131,12 @@ def test_a_signal_is_heard_on_the_way_back(tmp_path, monkeypatch, capsys):
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000005"]
 
 
-def test_a_checkpoint_that_is_read_slowly_is_no_hang(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_read_slowly_is_no_hang(tmp_path, monkeypatch, slow_under_watch):
     """The watchdog would end a run of a large model at every roll back."""
     monkeypatch.setattr(Judge, "judge", complain_once(7))
-    ended, read = [], _ReadPlanner.resolve_tensor
-    monkeypatch.setattr(watchdog, "_leave", lambda: ended.append("by the watchdog"))
-
-    def slowly(self, item):
-        time.sleep(0.1)
-        return read(self, item)
-
-    monkeypatch.setattr(_ReadPlanner, "resolve_tensor", slowly)
-    assert main(tiny_config(tmp_path, **BASE, training__watchdog=2, parallel__timeout=60)) == 0
+    watched = slow_under_watch(_ReadPlanner, "resolve_tensor")
+    assert main(tiny_config(tmp_path, **BASE, **watched)) == 0
     assert [event["action"] for event in records(tmp_path / "run", "events.jsonl")] == ["roll_back"]
-    assert not ended
 
 
 def test_where_there_is_no_checkpoint_it_stops(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from helpers.tiny_run import tiny_config, train_here
 from helpers.worlds import run_world
 
 from miras_megatron.parallel.shares import is_own
-from miras_megatron.training import loop, tensor_files, watchdog
+from miras_megatron.training import loop, tensor_files
 from miras_megatron.training.checkpoint import Saving
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.main import main
@@ -113,20 +113,11 @@ def test_a_disk_that_fills_behind_the_run_is_told_as_in_front_of_it(tmp_path, ca
     assert main([*argv, "--optimizer.decay_steps=6"]) == 0
 
 
-def test_a_disk_that_is_slow_behind_the_run_is_no_hang(tmp_path, monkeypatch):
+def test_a_disk_that_is_slow_behind_the_run_is_no_hang(tmp_path, slow_under_watch):
     """The run waits for its writer, which moves: ended by the watchdog it loses the checkpoint, at every start."""
-    ended, planned = [], _Planner.resolve_data
-    monkeypatch.setattr(watchdog, "_leave", lambda: ended.append("by the watchdog"))
-
-    def slowly(self, item):
-        time.sleep(0.1)
-        return planned(self, item)
-
-    monkeypatch.setattr(_Planner, "resolve_data", slowly)
-    changes = {"training__steps": 2, "training__watchdog": 2, "parallel__timeout": 60}
-    assert main(tiny_config(tmp_path, **(BEHIND | changes), checkpoint__background="true")) == 0
+    changes = BEHIND | {"training__steps": 2} | slow_under_watch(_Planner, "resolve_data")
+    assert main(tiny_config(tmp_path, **changes, checkpoint__background="true")) == 0
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
-    assert not ended
 
 
 def test_a_run_that_the_guard_stops_completes_what_it_has_begun(tmp_path, monkeypatch):
