@@ -48,6 +48,7 @@ def train(run: Run, source: str) -> int:
         handlers_restored(),
         core_without_cuda(),
         ParallelMesh(parallel, find_rank(), timeout=parallel.timeout) as mesh,
+        watched(run, mesh) as watch,
     ):
         check_run(run, source, mesh.world_size)
         block_spec(run)  # what only the rule knows is refused here, before anything is written
@@ -55,9 +56,9 @@ def train(run: Run, source: str) -> int:
         start = find_start(run)
         job = build_job(run, mesh)
         progress = begin(job, start)
+        watch()  # not before: compilers, data and checkpoints may take longer than any step
         with (
             let_go(job),
-            watched(run, mesh),  # not before: compilers, data and checkpoints may take longer than any step
             claimed(job, start),
             open_log(job, progress) as log,
             Saver(job, start, lambda path: log.say(f"saved {path}")) as saver,

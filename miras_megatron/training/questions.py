@@ -56,10 +56,10 @@ class Questions:
         self._answer(question)
         return question
 
-    def gather(self, question: str) -> dict[int, Answer]:
-        """Rank -> its answer, as soon as all that are still here have given one, or the time is up."""
+    def gather(self, question: str, patience: float) -> dict[int, Answer]:
+        """Rank -> its answer, as soon as all that are still here have given one, or `patience` seconds have passed."""
         answers: dict[int, Answer] = {}
-        give_up = time.monotonic() + self.patience + self.tick
+        give_up = time.monotonic() + patience + self.tick
         while time.monotonic() < give_up:
             answers |= self._read(question, self.absent(answers))
             absent = self.absent(answers)
@@ -96,8 +96,8 @@ class Questions:
         """Let all ranks end, unless somebody did."""
         self.notices.swap("verdict", "", json.dumps(asdict(verdict)), self.patience)
 
-    def wait_for(self, names: Collection[str], times: int = 1) -> None:
-        """Until all `names` are set, or so many times `patience` have passed."""
-        give_up = time.monotonic() + times * self.patience
+    def wait_for(self, names: Collection[str], seconds: float) -> None:
+        """Until all `names` are set, or so many seconds have passed."""
+        give_up = time.monotonic() + seconds
         while None in self.notices.get(list(names), self.patience) and time.monotonic() < give_up:
             time.sleep(self.pause)

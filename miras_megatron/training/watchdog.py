@@ -10,18 +10,19 @@ Time in which this thread was stopped too (a job that its scheduler suspends) do
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from ..config.schema import Run
-from ..parallel.lost import said_of_loss
+from ..parallel.lost import RankLost, as_loss
 from ..parallel.mesh import ParallelMesh
 from ..parallel.notices import Notices, Unreachable
 from ..parallel.whereabouts import (
@@ -32,8 +33,11 @@ from ..parallel.whereabouts import (
     main_thread_frame,
 )
 from .questions import Questions
+from .roll_call import stay_for_the_others, who_is_gone
 from .signs import SIGNS, begin_anew
 from .stuck_report import Answer, Verdict, append_alone, summary, write_report
+
+logger = logging.getLogger(__name__)
 
 EXIT_CODE = 4
 """the same as for a lost rank: whoever starts the job starts it again"""
@@ -46,30 +50,32 @@ MOST_OF_ERROR = 400
 
 
 @contextmanager
-def watched(run: Run, mesh: ParallelMesh) -> Iterator[None]:
-    """Inside, the step that hangs for training.watchdog seconds ends all ranks; nothing where that is 0.
+def watched(run: Run, mesh: ParallelMesh) -> Iterator[Callable[[], None]]:
+    """Inside, ranks answer each other, and one that has lost another learns who is gone.
 
-    Nothing either where the process group is somebody else's, whose process isn't ours to end.
+    From a call of what is given on, a step that hangs for training.watchdog seconds ends all ranks. None of it where
+    that is 0, or where the process group is somebody else's, whose process isn't ours to end.
     """
     begin_anew()
     notices = mesh.open_notices() if run.training.watchdog > 0 else None
     if notices is None:
-        yield
+        yield lambda: None
         return
     dog = Watchdog(run.training.watchdog, notices, mesh, Path(run.run.dir))
     dog.start()
     try:
-        yield
+        yield dog.watch
     except BaseException as error:
+        lost = error if isinstance(error, RankLost) else as_loss(error, mesh.name)
+        if lost is not None:
+            raise RankLost(f"{lost}\n{dog.find_the_lost(lost)}".rstrip()) from error
         dog.stop(own_error(error, mesh.name))
         raise
     dog.stop()
 
 
 def own_error(error: BaseException, name: str) -> str:
-    """What to tell the others of an `error` with which a rank leaves; nothing where it has lost another rank itself."""
-    if said_of_loss(error) is not None:
-        return ""
+    """What to tell the others of an `error` with which a rank leaves."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"{name}: {type(error).__name__}: {first_line}"[:MOST_OF_ERROR]
 
@@ -87,7 +93,7 @@ class Watchdog:
         self.rank, self.ranks, self.device = mesh.rank, mesh.world_size, mesh.device
         self.title = f"{mesh.name}, process {os.getpid()} on {socket.gethostname()}"
         self.tick = min(max(limit / 20, 0.05), 5.0)
-        self.silent, self._seen, self._last = 0.0, -1, time.monotonic()
+        self.silent, self._seen, self._last, self._watches = 0.0, -1, time.monotonic(), False
         self.questions = Questions(notices, self.rank, self.ranks, self._where, GRACE, self.tick)
         self._ask_at, self._store_is_gone = limit, False
         self._in_vain: str | None = None
@@ -95,18 +101,35 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to answer the others."""
         with suppress(Unreachable):
             self.notices.put(f"title_{self.rank}", self.title, GRACE)
         self._thread.start()
 
+    def watch(self) -> None:
+        """Begin to watch too; until then silence means nothing."""
+        self._watches = True
+
     def stop(self, error: str = "") -> None:
         """The main thread leaves, with an error if there is one; whoever asks later isn't to wait for this rank."""
-        self._stop.set()
-        self._thread.join(2 * self.tick + 1)
+        self._rest()
         with suppress(Unreachable):
             self.notices.put(f"left_{self.rank}", error, 1.0)
         self.notices.close()
+
+    def find_the_lost(self, lost: RankLost) -> str:
+        """The main thread has lost another rank: say so, find out who is gone, and leave, with no error of its own."""
+        logger.warning("%s\nasking all ranks, to learn who is gone", lost)
+        self._rest()
+        finding = who_is_gone(self.questions)
+        if self.notices.keeper == "rank 0" and self.rank == 0:
+            stay_for_the_others(self.questions)
+        self.stop()
+        return finding
+
+    def _rest(self) -> None:
+        self._stop.set()
+        self._thread.join(2 * self.tick + 1)
 
     def _watch(self) -> None:
         while not self._stop.wait(self.tick):
@@ -127,7 +150,7 @@ class Watchdog:
         now = time.monotonic()
         self.silent += min(now - self._last, self.tick + 2 * GRACE)  # a store that doesn't answer takes that long
         self._last = now
-        if SIGNS.count != self._seen:
+        if SIGNS.count != self._seen or not self._watches:
             self._seen, self.silent, self._ask_at = SIGNS.count, 0.0, self.limit
 
     def _answer_questions(self) -> None:
@@ -157,7 +180,7 @@ class Watchdog:
         question = self.questions.ask()
         if question is None:
             return
-        answers = self.questions.gather(question)
+        answers = self.questions.gather(question, GRACE)
         moving = [answer for answer in answers.values() if answer.silent < 0.9 * self.limit]
         absent = self.questions.absent(answers)
         left = self.questions.left(absent)
@@ -178,9 +201,9 @@ class Watchdog:
                 self._tell(verdict)
                 tells = False
                 others = [rank for rank in verdict.answered if rank != self.rank]
-                self.questions.wait_for([f"ends_{rank}" for rank in others])  # this one may keep the store
+                self.questions.wait_for([f"ends_{rank}" for rank in others], GRACE)  # this one may keep the store
             else:
-                self.questions.wait_for(["told"], times=2)
+                self.questions.wait_for(["told"], 2 * GRACE)
                 self.notices.put(f"ends_{self.rank}", "", GRACE)
         except Unreachable as error:
             if tells:

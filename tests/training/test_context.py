@@ -119,9 +119,9 @@ def test_the_inner_loop_of_the_last_piece_is_what_one_rank_shows(
         assert pieces[layer] == pytest.approx(quantities, rel=1e-4), layer
 
 
-LOST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "context": ({"parallel__context": 3}, ("neighbour rank 2", "layer ", "piece ")),
-    "pipeline": ({"parallel__pipeline": 3, "model__layers": 3}, ("rank ", "in a collective")),
+LOST: dict[str, dict[str, Any]] = {
+    "context": {"parallel__context": 3},
+    "pipeline": {"parallel__pipeline": 3, "model__layers": 3},
 }
 
 
@@ -136,8 +136,7 @@ LOST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 )
 def test_a_rank_that_is_lost_ends_the_others_with_its_name(tmp_path: Path, how: signal.Signals, axis: str) -> None:
     """Else one dead node keeps all others waiting, and nobody knows which. Three ranks; the last is lost in a step."""
-    layout, told = LOST[axis]
-    changes = {"training__steps": 100_000, "checkpoint__every": 0, "parallel__timeout": 6, **layout}
+    changes = {"training__steps": 100_000, "checkpoint__every": 0, "parallel__timeout": 6, **LOST[axis]}
     argv = tiny_config(tmp_path, **changes)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -162,7 +161,7 @@ def test_a_rank_that_is_lost_ends_the_others_with_its_name(tmp_path: Path, how: 
             assert ranks[rank].returncode == 4, error
             assert "Traceback" not in error
             assert f"rank {rank} " in error and "lost" in error
-        assert all(part in error for part in told), error
+            assert "no answer from rank 2 (" in error, error
     finally:
         for process in ranks:
             process.kill()

@@ -45,7 +45,7 @@ def test_of_ranks_that_ask_at_once_one_does(ranks: list[Questions]) -> None:
     for rank in ranks:
         assert rank.answer() is None
     assert ranks[1].ask() is None, "a question is open"
-    assert sorted(ranks[0].gather("1.0")) == [0, 1, 2]
+    assert sorted(ranks[0].gather("1.0", PATIENCE)) == [0, 1, 2]
 
 
 def test_an_asker_that_dies_is_given_up(ranks: list[Questions]) -> None:
@@ -56,7 +56,7 @@ def test_an_asker_that_dies_is_given_up(ranks: list[Questions]) -> None:
     assert ranks[1].ask() == "2.1"
     ranks[2].answer()
     ranks[0].answer()  # it wasn't dead
-    assert sorted(ranks[1].gather("2.1")) == [0, 1, 2]
+    assert sorted(ranks[1].gather("2.1", PATIENCE)) == [0, 1, 2]
 
 
 def test_the_first_verdict_holds(ranks: list[Questions]) -> None:
@@ -73,7 +73,7 @@ def test_who_gathers_stops_when_another_has_decided(ranks: list[Questions]) -> N
     assert question is not None
     ranks[2].decide(Verdict("2.2", 2, [2], [], []))
     began = time.monotonic()
-    ranks[0].gather(question)
+    ranks[0].gather(question, PATIENCE)
     assert time.monotonic() - began < PATIENCE / 2
 
 
@@ -96,6 +96,6 @@ def test_who_has_left_is_not_waited_for(ranks: list[Questions]) -> None:
     assert question is not None
     ranks[1].answer()
     began = time.monotonic()
-    answers = ranks[0].gather(question)
+    answers = ranks[0].gather(question, PATIENCE)
     assert sorted(answers) == [0, 1] and time.monotonic() - began < PATIENCE / 2
     assert ranks[0].left(ranks[0].absent(answers)) == {2: ""}
