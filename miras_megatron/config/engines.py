@@ -44,11 +44,11 @@ def _of_deepspeed(run: Run) -> Iterator[str]:
             "data.packing = 'ordered': rows of one step are run apart, and DeepSpeed's hooks take one backward pass a "
             'micro-batch; set optimizer.engine to "megatron", or data.packing to reset'
         )
-    if parallel.pipeline > 1 and stage == 2 and run.model.tie_embeddings:
+    if parallel.pipeline > 1 and stage >= 2 and run.model.tie_embeddings:
         yield (
-            f"optimizer.zero = 2: with parallel.pipeline = {parallel.pipeline} two stages add up their gradients of a "
-            f"tied embedding before they are shared out, as ZeRO 0 and 1 allow; set 1, model.tie_embeddings to false, "
-            f"or parallel.pipeline to 1"
+            f"optimizer.zero = {stage}: with parallel.pipeline = {parallel.pipeline} two stages add up their gradients "
+            f"of a tied embedding before they are shared out, as ZeRO 0 and 1 allow; set 1, model.tie_embeddings to "
+            f"false, or parallel.pipeline to 1"
         )
     if stage == 3:
         yield from _of_shared_weights(run)
@@ -56,12 +56,6 @@ def _of_deepspeed(run: Run) -> Iterator[str]:
 
 def _of_shared_weights(run: Run) -> Iterator[str]:
     """ZeRO 3 has a weight only while its module works, and gives it away after."""
-    if run.parallel.pipeline > 1:
-        yield (
-            f"optimizer.zero = 3: with parallel.pipeline = {run.parallel.pipeline} a stage gathers weights between its "
-            f"forwards and backwards, and ranks wait for each other forever; set optimizer.zero to 1 (2 where "
-            f"model.tie_embeddings is false), or parallel.pipeline to 1"
-        )
     if pieces_of(run) > 1:
         yield (
             f"optimizer.zero = 3: with parallel.pieces = {run.parallel.pieces} a piece is computed again in backward, "
@@ -71,9 +65,4 @@ def _of_shared_weights(run: Run) -> Iterator[str]:
         yield (
             f"optimizer.zero = 3: with parallel.forwards_ahead = {run.parallel.forwards_ahead} the backward of one "
             f"micro-batch gives away weights that the forward of another gathered; set forwards_ahead to 0"
-        )
-    if run.training.recompute:
-        yield (
-            "optimizer.zero = 3: with training.recompute a layer is computed again in backward, after its weights were "
-            "given away; set optimizer.zero to 2, or training.recompute to false"
         )

@@ -99,7 +99,27 @@ def start_zero(model: nn.Module, groups: list[dict[str, Any]], adam: Adam, mesh:
         )
     if plan.stage == 0:
         return WholeStates(engine, mesh, pairs)
-    return WeightShards(engine, mesh) if plan.stage == 3 else StateShards(engine, mesh)
+    if plan.stage < 3:
+        return StateShards(engine, mesh)
+    _compare_orders_within(mesh.groups.dp_cp)
+    return WeightShards(engine, mesh)
+
+
+def _compare_orders_within(group: Any) -> None:
+    """Let stage 3 compare among the ranks of `group` in which order they called the model's parts.
+
+    It asks all ranks of the run, but another stage of a pipeline calls others, at other times.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    def compare(order: list[int]) -> None:
+        orders: list[list[int] | None] = [None] * group.size()
+        dist.all_gather_object(orders, order, group=group)
+        if any(other != order for other in orders):
+            ranks = dist.get_process_group_ranks(group)
+            raise RuntimeError(f"ranks {ranks} called parts of the model in other orders: {orders}"[:2000])
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = compare
 
 
 def _add_masters(groups: list[dict[str, Any]]) -> list[tuple[nn.Parameter, nn.Parameter]]:

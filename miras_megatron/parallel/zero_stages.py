@@ -189,6 +189,8 @@ class WeightShards(ZeroModel):
         self.optimizer._coalesce_grad_reduction = True
         for hook in self.optimizer._leaf_module_hooks:
             hook.remove()  # it would fill up gradients that only come later in the pass
+        # Its own norm, which nobody asks for, is summed over pipeline stages group by group; they have other groups.
+        self.optimizer._get_norm_groups = lambda: [torch.zeros(())]
         self.parts = list(self._lay_out())
 
     def _lay_out(self) -> Iterator[Part]:
