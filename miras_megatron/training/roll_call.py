@@ -8,16 +8,21 @@ finding.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 from ..parallel.notices import Unreachable
 from .questions import Questions
+from .stuck_report import Answer
 
 PATIENCE = 5.0
 """seconds a rank is given to answer: torchrun and srun give the survivors some thirty before they kill them"""
 
 LAST = 2.0
 """seconds the rank that keeps the store stays for those that read in it"""
+
+MOST = 8
+"""ranks that a finding names"""
 
 NOBODY = "every rank answers, or has left: a connection broke, or a rank was too slow"
 """the finding where no rank is gone"""
@@ -58,7 +63,22 @@ def _call_the_roll(questions: Questions, question: str) -> None:
     left = questions.left(absent)
     missing = [rank for rank in absent if rank not in left]
     titles = questions.notices.get([f"title_{rank}" for rank in missing], PATIENCE)
-    names = ", ".join(title or f"rank {rank}" for rank, title in zip(missing, titles, strict=True))
-    finding = f"no answer from {names}: dead, stopped, or the machine is gone" if names else NOBODY
-    questions.notices.swap("gone", "", finding, PATIENCE)
+    names = [title or f"rank {rank}" for rank, title in zip(missing, titles, strict=True)]
+    questions.notices.swap("gone", "", _finding(names, answers), PATIENCE)
     questions.give_up(question)
+
+
+def _finding(missing: list[str], answers: Mapping[int, Answer]) -> str:
+    """Those that give no answer; where all do, those that work on while the others waited for them."""
+    if missing:
+        return f"no answer from {_some(missing)}: dead, stopped, or the machine is gone"
+    busy = [
+        f"{answer.title} is at {answer.where} ({answer.place}, no sign of life for {answer.silent:.0f} s)"
+        for _, answer in sorted(answers.items())
+        if not answer.waits
+    ]
+    return NOBODY + (f"; at work: {_some(busy)}" if busy else "")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")

@@ -164,7 +164,8 @@ class Watchdog:
 
     def _where(self) -> Answer:
         frame = main_thread_frame()
-        place = describe_wait(frame) or describe_device_wait(frame, self.device)
+        asks = "an answer, having lost another rank" if self._stop.is_set() else None
+        place = asks or describe_wait(frame) or describe_device_wait(frame, self.device)
         return Answer(
             self.title,
             SIGNS.place,

@@ -87,6 +87,18 @@ def test_a_rank_that_left_by_itself_is_not_called_dead(ranks: list[Questions]) -
         assert who_is_gone(ranks[0]) == NOBODY
 
 
+def test_where_all_answer_those_that_work_on_are_named(ranks: list[Questions]) -> None:
+    """A rank that reads a slow disk beyond parallel.timeout ends the others; they alone know nothing of it."""
+    reads = Answer("rank 2 (dp2)", "saving a checkpoint", 3, 61.0, False, "read_plain (plain_files.py:9)", "")
+    ranks[2].where = lambda: reads
+    with alive(ranks[1], ranks[2], ranks[3]):
+        finding = who_is_gone(ranks[0])
+    assert finding == (
+        f"{NOBODY}; at work: rank 2 (dp2) is at read_plain (plain_files.py:9) (saving a checkpoint, "
+        "no sign of life for 61 s)"
+    )
+
+
 def test_a_store_that_went_with_its_keeper_names_the_keeper(ranks: list[Questions]) -> None:
     """Rank 0 is killed, and nobody can be asked."""
 
