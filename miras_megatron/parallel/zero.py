@@ -27,7 +27,8 @@ from .mesh import ParallelMesh
 from .zero_compile import compiling_alone
 from .zero_groups import Groups
 from .zero_parts import ZeroModel
-from .zero_stages import StateShards, WeightShards, WholeStates
+from .zero_stages import StateShards, WholeStates
+from .zero_weights import WeightShards
 
 VERSION = "0.19.8"
 """Of DeepSpeed, tested: what is touched here changes between its versions."""
@@ -102,7 +103,7 @@ def start_zero(model: nn.Module, groups: list[dict[str, Any]], adam: Adam, mesh:
     if plan.stage < 3:
         return StateShards(engine, mesh)
     _compare_orders_within(mesh.groups.dp_cp)
-    return WeightShards(engine, mesh)
+    return WeightShards(engine, mesh, plan.layers)
 
 
 def _compare_orders_within(group: Any) -> None:

@@ -1,9 +1,8 @@
-"""The stages of DeepSpeed's ZeRO: where each keeps what it shares, and how its sums over ranks are asked for."""
+"""Stages 0 to 2 of DeepSpeed's ZeRO: where each keeps what it shares, and how its sums over ranks are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -173,77 +172,3 @@ class StateShards(ZeroModel):
         if self.optimizer.cpu_offload:
             return [grad for master in self.masters if (grad := master.grad) is not None]
         return [self.optimizer.averaged_gradients[number][0] for number in range(len(self.masters))]
-
-
-class WeightShards(ZeroModel):
-    """Stage 3: every weight is cut into one equal part a rank, and whole only while its layer works.
-
-    Of a bf16 run flats are kept for each group in its own dtype (`_in_their_dtypes`).
-    """
-
-    def __init__(self, engine: Any, mesh: ParallelMesh):
-        super().__init__(engine, mesh)
-        self.masters = list(self.optimizer.fp32_partitioned_groups_flat)
-        self.shards = list(self.optimizer.fp16_partitioned_groups_flat)
-        self.summed_over = float(self.group.size())
-        self.optimizer._coalesce_grad_reduction = True
-        for hook in self.optimizer._leaf_module_hooks:
-            hook.remove()  # it would fill up gradients that only come later in the pass
-        # Its own norm, which nobody asks for, is summed over pipeline stages group by group; they have other groups.
-        self.optimizer._get_norm_groups = lambda: [torch.zeros(())]
-        self.parts = list(self._lay_out())
-
-    def _lay_out(self) -> Iterator[Part]:
-        for number, weights in enumerate(self.optimizer.fp16_groups):
-            offset = 0
-            for weight in weights:
-                length, whole = int(weight.partition_numel()), int(weight.ds_numel)
-                cuts = range(0, (int(self.group.size()) + 1) * length, length)
-                spans = [(min(a, whole), min(b, whole)) for a, b in zip(cuts, cuts[1:], strict=False)]
-                yield Part(weight, torch.Size(weight.ds_shape), number, offset, spans)
-                offset += length
-
-    def close_backward(self) -> None:
-        self._sum_in_order()
-        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
-        self.optimizer.backward_epilogue()
-
-    def _sum_in_order(self) -> None:
-        self.optimizer._coalesce_grad_reduction = False
-        for weights in self.optimizer.fp16_groups:
-            for weight in weights:
-                fill_with_zeros(weight, False)
-                self.optimizer.reduce_ready_partitions_and_remove_grads(weight)
-        self.optimizer._coalesce_grad_reduction = True
-
-    def forget(self) -> None:
-        self.engine.set_gradient_accumulation_boundary(False)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.grad_partitions_flat_buffer.zero_()
-
-    def finish(self) -> None:
-        self.engine.set_gradient_accumulation_boundary(True)
-        self.optimizer.finalize_gradient_accumulation_boundary()
-        if not self.optimizer.offload_optimizer:
-            flats = self.optimizer.grad_partitions_flat_buffer.split([len(master) for master in self.masters])
-            self.optimizer.averaged_gradients = {number: [flat] for number, flat in enumerate(flats)}
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        if self.optimizer.offload_optimizer:
-            return [grad for master in self.masters if (grad := master.grad) is not None]
-        return [self.optimizer.averaged_gradients[number][0] for number in range(len(self.masters))]
-
-    def give_away(self) -> None:
-        self.optimizer._partition_all_parameters()
-
-    @contextmanager
-    def whole_shapes(self) -> Iterator[None]:
-        plain = [(part.weight, part.weight.data) for part in self.parts]
-        for part in self.parts:
-            part.weight.data = part.weight.data.new_empty(1).expand(part.shape)
-        try:
-            yield
-        finally:
-            for weight, data in plain:
-                weight.data = data

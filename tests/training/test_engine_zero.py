@@ -21,6 +21,7 @@ from helpers.worlds import run_world
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from miras_megatron.model import language_model
+from miras_megatron.parallel import zero as parallel_zero
 from miras_megatron.training.engine_core import CoreEngine
 from miras_megatron.training.engine_zero import ZeroEngine
 from miras_megatron.training.plain_files import read_index, read_places
@@ -137,6 +138,41 @@ def test_logits_that_are_made_again_find_their_weights(tmp_path: Path, stage: in
     for name, more in runs.items():
         assert run_world(2, train_in_blocks, tiny_config(tmp_path, name, **changes, **more)) == [0, 0]
     check_alike(tmp_path / "zero", tmp_path / "core", rel=1e-6)
+
+
+def count_whole_layers(argv: list[str]) -> tuple[int, set[int]]:
+    """A run, and how many layers' weights were whole whenever a layer began to work, forward or backward."""
+    plain, settings, counts = ZeroEngine.__init__, parallel_zero._settings, set[int]()
+
+    def fetch_when_called(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        found["zero_optimization"]["stage3_prefetch_bucket_size"] = 0  # else all of a model so small comes at once
+        return found
+
+    def watch(self: Any, run: Any, model: Any, mesh: Any) -> None:
+        plain(self, run, model, mesh)
+        layers = model.decoder.layers
+
+        def count(*unused: Any) -> None:
+            counts.add(sum(any(weight.numel() for weight in layer.parameters()) for layer in layers))
+
+        for layer in layers:
+            layer.register_forward_pre_hook(count)  # DeepSpeed's own, that fetches, came before
+            layer.mlp.register_full_backward_pre_hook(count)
+
+    with (
+        mock.patch.object(ZeroEngine, "__init__", watch),
+        mock.patch.object(parallel_zero, "_settings", fetch_when_called),
+    ):
+        return train_here(argv), counts
+
+
+@pytest.mark.parametrize("recompute", [pytest.param("true", marks=pytest.mark.full), "false"])
+def test_weights_are_whole_while_their_layer_works(tmp_path: Path, recompute: str) -> None:
+    """What stage 3 is for: with all layers whole at the end of a pass the model doesn't fit after all."""
+    changes = {"training__steps": 2, "model__layers": 4, "training__recompute": recompute}
+    found = run_world(2, count_whole_layers, tiny_config(tmp_path, **CUT | changes, **zero(3)))
+    assert found == [(0, {1})] * 2
 
 
 CUT = {"training__micro_batch": 1, "optimizer__decay_steps": 4, "checkpoint__every": 0}
