@@ -24,6 +24,7 @@ from ..config.describe import dump_run
 from ..config.load import load_file
 from ..config.schema import Run, refused_on_resume
 from ..parallel.together import gather_objects
+from .atomic_write import write_atomically
 from .carried import pack_states
 from .checkpoint_folder import (
     begin_checkpoint,
@@ -33,7 +34,6 @@ from .checkpoint_folder import (
     keep_newest,
     latest_checkpoint,
     refuse_damaged,
-    write_atomically,
     write_manifest,
 )
 from .engine_core import put_weights

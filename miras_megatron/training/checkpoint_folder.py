@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .manifest import write_atomically as write_atomically
+from .atomic_write import write_atomically
 from .signs import alive
 
 FORMAT = 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config.describe import dump_run
 from ..config.schema import Parallel, Run
-from .checkpoint_folder import write_atomically
+from .atomic_write import write_atomically
 from .main import run_training
 
 FIRST_STEPS = 4

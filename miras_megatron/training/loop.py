@@ -20,9 +20,10 @@ from ..parallel.mesh import ParallelMesh
 from ..parallel.rendezvous import find_rank
 from ..parallel.together import any_rank, gather_objects
 from ..parallel.trace import chrome_trace
+from .atomic_write import write_atomically
 from .build_job import build_job
 from .checkpoint import Progress, load_checkpoint, load_weights
-from .checkpoint_folder import find_checkpoint, write_atomically
+from .checkpoint_folder import find_checkpoint
 from .evaluate import evaluate
 from .job import Job
 from .metrics import RunLog, StepReport, device_peak_tflops

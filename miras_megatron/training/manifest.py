@@ -13,6 +13,8 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from .atomic_write import write_atomically
+
 FORMAT = "miras-data"
 VERSION = 1
 
@@ -84,13 +86,3 @@ def describe_file(path: str | Path) -> dict[str, str | int]:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Give `path` this text in one step: readers see the old file or the new one, never half of it."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(scratch, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)

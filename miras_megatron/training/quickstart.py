@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from ..config.load import parse_command_line
 from ..config.schema import Run
+from .atomic_write import write_atomically
 from .baselines import gzip_bits_per_byte, held_out_text, stream_bits_per_byte, unigram_bits_per_byte
-from .checkpoint_folder import latest_checkpoint, name_of, write_atomically
+from .checkpoint_folder import latest_checkpoint, name_of
 from .generate import open_model, stream_tokens
 from .local_ranks import train_on_local_ranks
 from .main import complain

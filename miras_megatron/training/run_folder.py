@@ -13,7 +13,8 @@ from typing import TextIO
 from ..config.describe import dump_run
 from ..config.load import load_file
 from ..config.schema import Run, refused_on_resume
-from .checkpoint_folder import find_checkpoint, folder_of, latest_checkpoint, write_atomically
+from .atomic_write import write_atomically
+from .checkpoint_folder import find_checkpoint, folder_of, latest_checkpoint
 from .lock import Held, take_lock
 
 TRACES = ("config.yaml", "metrics.jsonl", "checkpoints")

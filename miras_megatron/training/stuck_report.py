@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..parallel.whereabouts import ON_GPU
-from .manifest import write_atomically
+from .atomic_write import write_atomically
 
 MOST_GROUPS = 8
 """places of ranks that the summary tells; the file has all"""

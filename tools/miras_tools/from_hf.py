@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from miras_megatron.config.schema import Run
-from miras_megatron.training.checkpoint_folder import folder_of, write_atomically
+from miras_megatron.training.atomic_write import write_atomically
+from miras_megatron.training.checkpoint_folder import folder_of
 from miras_megatron.training.main import one_message
 from miras_megatron.training.run_folder import stored_form
 from miras_megatron.training.tokenizer import JsonTokenizer, Tokenizer

@@ -14,12 +14,12 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from miras_megatron.training.atomic_write import write_atomically
 from miras_megatron.training.manifest import (
     Manifest,
     describe_file,
     manifest_path,
     read_manifest,
-    write_atomically,
     write_manifest,
 )
 from miras_megatron.training.token_writer import token_dtype

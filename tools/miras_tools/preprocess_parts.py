@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from miras_megatron.training.manifest import write_atomically
+from miras_megatron.training.atomic_write import write_atomically
 from miras_megatron.training.token_writer import HEADER_BYTES, PairWriter, write_index
 from miras_megatron.training.tokenizer import Tokenizer
 

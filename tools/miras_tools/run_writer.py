@@ -11,12 +11,12 @@ from torch import Tensor
 
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.schema import Run
+from miras_megatron.training.atomic_write import write_atomically
 from miras_megatron.training.checkpoint_folder import (
     LATEST,
     describe,
     folder_of,
     name_of,
-    write_atomically,
     write_manifest,
 )
 from miras_megatron.training.plain_files import write_plain
