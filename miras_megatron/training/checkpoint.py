@@ -26,16 +26,8 @@ from ..config.schema import Run, refused_on_resume
 from ..parallel.together import gather_objects
 from .atomic_write import write_atomically
 from .carried import pack_states
-from .checkpoint_folder import (
-    begin_checkpoint,
-    complete_checkpoint,
-    damaged_files,
-    describe,
-    keep_newest,
-    latest_checkpoint,
-    refuse_damaged,
-    write_manifest,
-)
+from .checkpoint_folder import begin_checkpoint, complete_checkpoint, keep_newest, latest_checkpoint
+from .checkpoint_manifest import damaged_files, describe, refuse_damaged, write_manifest
 from .engine_core import put_weights
 from .job import Job
 from .plain_files import Index, read_index, read_plain, write_plain

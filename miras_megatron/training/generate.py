@@ -24,7 +24,8 @@ from ..config.schema import Parallel, Run
 from ..model.build import build_model
 from ..parallel.mesh import ParallelMesh
 from .checkpoint import load_weights, saved_run
-from .checkpoint_folder import find_checkpoint, read_manifest
+from .checkpoint_folder import find_checkpoint
+from .checkpoint_manifest import read_manifest
 from .job import Job
 from .main import one_message
 from .process import settle_process, told_where_memory_is_short

@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from .checkpoint_folder import damaged, unread
+from .checkpoint_manifest import damaged, unread
 
 Index = dict[str, TensorStorageMetadata]
 """Tensor name -> its shape, dtype and parts."""

@@ -15,7 +15,8 @@ from helpers.ranks import START_DEADLINE, Fault, start_ranks
 from helpers.tiny_run import learned, tiny_config
 
 from miras_megatron.config.load import load_run
-from miras_megatron.training.checkpoint_folder import complete_checkpoints, damaged_files
+from miras_megatron.training.checkpoint_folder import complete_checkpoints
+from miras_megatron.training.checkpoint_manifest import damaged_files
 from miras_megatron.training.main import main
 from miras_megatron.training.run_folder import find_start
 

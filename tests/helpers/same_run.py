@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from miras_megatron.training.checkpoint_folder import complete_checkpoints, damaged_files
+from miras_megatron.training.checkpoint_folder import complete_checkpoints
+from miras_megatron.training.checkpoint_manifest import damaged_files
 from miras_megatron.training.plain_files import read_index
 
 from .tiny_run import learned

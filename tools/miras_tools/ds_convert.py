@@ -18,7 +18,8 @@ from typing import Any
 
 from miras_megatron.config.schema import Optimizer, Parallel, Run
 from miras_megatron.training.checkpoint import saved_run
-from miras_megatron.training.checkpoint_folder import damaged_files, find_checkpoint, folder_of, refuse_damaged
+from miras_megatron.training.checkpoint_folder import find_checkpoint, folder_of
+from miras_megatron.training.checkpoint_manifest import damaged_files, refuse_damaged
 from miras_megatron.training.main import one_message
 from miras_megatron.training.run_folder import stored_form
 

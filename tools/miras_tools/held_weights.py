@@ -12,7 +12,8 @@ from torch import Tensor
 
 from miras_megatron.config.schema import Run
 from miras_megatron.training.checkpoint import COMMON, saved_run
-from miras_megatron.training.checkpoint_folder import damaged_files, find_checkpoint, read_manifest
+from miras_megatron.training.checkpoint_folder import find_checkpoint
+from miras_megatron.training.checkpoint_manifest import damaged_files, read_manifest
 from miras_megatron.training.plain_files import read_plain
 from miras_megatron.training.stored_tensors import StoredTensors
 

@@ -12,13 +12,8 @@ from torch import Tensor
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.schema import Run
 from miras_megatron.training.atomic_write import write_atomically
-from miras_megatron.training.checkpoint_folder import (
-    LATEST,
-    describe,
-    folder_of,
-    name_of,
-    write_manifest,
-)
+from miras_megatron.training.checkpoint_folder import LATEST, folder_of, name_of
+from miras_megatron.training.checkpoint_manifest import describe, write_manifest
 from miras_megatron.training.plain_files import write_plain
 from miras_megatron.training.stored_tensors import write_tensors
 

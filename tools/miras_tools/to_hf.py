@@ -18,7 +18,8 @@ from miras_megatron.compat.heap import give_back_large_blocks
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.schema import Run, blend
 from miras_megatron.training.checkpoint import COMMON, saved_run
-from miras_megatron.training.checkpoint_folder import damaged_files, find_checkpoint, refuse_damaged
+from miras_megatron.training.checkpoint_folder import find_checkpoint
+from miras_megatron.training.checkpoint_manifest import damaged_files, refuse_damaged
 from miras_megatron.training.generate import tokenizer_of
 from miras_megatron.training.main import one_message, said_by_us
 from miras_megatron.training.plain_files import read_plain
