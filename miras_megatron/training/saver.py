@@ -13,7 +13,8 @@ from pathlib import Path
 from threading import Thread
 
 from ..parallel.together import any_rank
-from .checkpoint import Progress, Saving
+from .checkpoint import Progress
+from .checkpoint_save import Saving
 from .guard import BadStep
 from .job import Job
 from .signs import SIGNS, alive

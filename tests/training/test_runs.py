@@ -6,7 +6,7 @@ import pytest
 from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 
-from miras_megatron.training import checkpoint
+from miras_megatron.training import checkpoint_save
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.main import main
 
@@ -82,14 +82,14 @@ def test_a_kill_in_the_middle_of_a_save_costs_only_that_save(tmp_path, monkeypat
 def _die_at_step_4(argv):
     """Run in a child process that kills itself after the tensors of step 4 are written."""
     try:
-        write = checkpoint.write_manifest
+        write = checkpoint_save.write_manifest
 
         def die(folder, step, files):
             if step == 4:
                 os.kill(os.getpid(), 9)
             write(folder, step, files)
 
-        checkpoint.write_manifest = die
+        checkpoint_save.write_manifest = die
         main(argv)
     finally:
         os._exit(1)

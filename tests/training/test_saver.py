@@ -16,8 +16,8 @@ from helpers.worlds import run_world
 
 from miras_megatron.parallel.shares import is_own
 from miras_megatron.training import loop, tensor_files
-from miras_megatron.training.checkpoint import Saving
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
+from miras_megatron.training.checkpoint_save import Saving
 from miras_megatron.training.main import main
 from miras_megatron.training.tensor_files import _Planner
 
@@ -147,7 +147,7 @@ FAILS = """
 import sys
 from miras_megatron.parallel.lost import RankLost
 from miras_megatron.training import loop
-from miras_megatron.training.checkpoint import Saving
+from miras_megatron.training.checkpoint_save import Saving
 from miras_megatron.training.main import main
 
 write, step = Saving.write, loop.train_step

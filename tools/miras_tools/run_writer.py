@@ -19,7 +19,7 @@ from miras_megatron.training.stored_tensors import write_tensors
 
 
 def write_run(made: Path, run: Run, common: dict[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill the folder `made`: the checkpoint as `checkpoint.Saving` leaves it, and the configuration beside it.
+    """Fill the folder `made`: the checkpoint as `checkpoint_save.Saving` leaves it, and the configuration beside it.
 
     common  names of checkpoint.COMMON -> values; no lane carries a state. Raises OSError where the disk is full.
     """
