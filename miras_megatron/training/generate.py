@@ -23,8 +23,9 @@ from ..compat.cpu import core_without_cuda
 from ..config.schema import Parallel, Run
 from ..model.build import build_model
 from ..parallel.mesh import ParallelMesh
-from .checkpoint import load_weights, saved_run
+from .checkpoint import saved_run
 from .checkpoint_folder import find_checkpoint
+from .checkpoint_load import load_weights
 from .checkpoint_manifest import read_manifest
 from .job import Job
 from .main import one_message

@@ -22,8 +22,9 @@ from ..parallel.together import any_rank, gather_objects
 from ..parallel.trace import chrome_trace
 from .atomic_write import write_atomically
 from .build_job import build_job
-from .checkpoint import Progress, load_checkpoint, load_weights
+from .checkpoint import Progress
 from .checkpoint_folder import find_checkpoint
+from .checkpoint_load import load_checkpoint, load_weights
 from .evaluate import evaluate
 from .job import Job
 from .metrics import RunLog, StepReport, device_peak_tflops

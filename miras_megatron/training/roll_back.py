@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from .checkpoint import Progress, load_checkpoint
+from .checkpoint import Progress
+from .checkpoint_load import load_checkpoint
 from .guard import BadStep
 from .job import Job
 from .metrics import StepReport

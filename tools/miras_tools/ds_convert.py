@@ -71,7 +71,7 @@ def to_deepspeed(options: argparse.Namespace) -> int:
     checkpoint, target = find_checkpoint(options.source, "CHECKPOINT"), Path(options.target)
     run = _alone(saved_run(checkpoint), options.zero)
     with new_folder(target, "FOLDER", last=BESIDE) as made, core_without_cuda(), ParallelMesh(run.parallel) as mesh:
-        from miras_megatron.training.checkpoint import load_checkpoint
+        from miras_megatron.training.checkpoint_load import load_checkpoint
 
         with closing(build_job(with_vocabulary(run), mesh)) as job:
             progress = load_checkpoint(job, checkpoint)
