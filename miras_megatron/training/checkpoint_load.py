@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..parallel.together import gather_objects
-from .checkpoint import COMMON, Progress, refuse_other_run, refuse_other_tensors, refuse_other_tokenizer
+from .checkpoint import COMMON, Progress
+from .checkpoint_fit import refuse_other_run, refuse_other_tensors, refuse_other_tokenizer
 from .checkpoint_manifest import damaged_files, refuse_damaged
 from .engine_core import put_weights
 from .job import Job
