@@ -25,9 +25,10 @@ from .build_job import build_job
 from .checkpoint import Progress
 from .checkpoint_folder import find_checkpoint
 from .checkpoint_load import load_checkpoint, load_weights
+from .device_peaks import device_peak_tflops
 from .evaluate import evaluate
 from .job import Job
-from .metrics import RunLog, StepReport, device_peak_tflops
+from .metrics import RunLog, StepReport
 from .profile import profile_window
 from .roll_back import roll_back, stopped_without_checkpoint
 from .run_folder import claimed_folder, find_start

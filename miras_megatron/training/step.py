@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from ..parallel.micro_batches import run_forwards_ahead
 from ..parallel.together import agreed, gather_objects, largest, sum_losses
 from .batch import Batch, cut_for_rank
+from .device_peaks import peak_gib
 from .gradients import find_bad_gradient, gradient_norms
 from .guard import BadStep, Finding, NotANumber, find_first, probed
 from .job import Job
 from .loss import summed_loss
-from .metrics import StepReport, peak_gib
+from .metrics import StepReport
 from .schedule import learning_rate
 from .signs import alive
 from .trouble import Trouble
