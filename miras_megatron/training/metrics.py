@@ -7,9 +7,6 @@ so that a curve has one value a step however often the run was cut. Events stay:
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .guard import BadStep
+from .records import EVENTS, RECORDS, count_events, drop_after, line_of
 from .trouble import Trouble
 
 
@@ -61,13 +59,6 @@ class StepReport:
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"skipped": self.trouble is not None}
         del values["gradients"], values["trouble"], values["stops"]
         return {k: v for k, v in values.items() if k not in ("skipped", "memory", "idle") or v}
-
-
-RECORDS = ("metrics.jsonl", "validation.jsonl", "gradients.jsonl")
-"""Files with a line a step; those after a step that the run goes back to are dropped."""
-
-EVENTS = "events.jsonl"
-"""Bad steps, also those that were rolled back; nothing is dropped."""
 
 
 class RunLog:
@@ -160,7 +151,7 @@ class RunLog:
         return self._files[name]
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
-        self._open(name).write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
+        self._open(name).write(line_of(record))
 
     def _scalars(self, values: dict[str, float], step: int) -> None:
         if self._board is not None:
@@ -196,35 +187,6 @@ def console_line(report: StepReport, steps: int, pace: float) -> str:
     )
 
 
-def count_events(path: Path) -> Counter[str]:
-    """Action -> at how many steps the run took it, however often it was cut; what is no record doesn't count."""
-    seen: set[tuple[int, str]] = set()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-            seen.add((int(record["step"]), str(record["action"])))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return Counter(action for _, action in seen)
-
-
-def drop_after(path: Path, step: int) -> None:
-    """Keep the records of `path` up to `step`; lines that are no record go too. Whole or not at all."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if _step_of(line) <= step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(part, path)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return math.inf
-
-
 def board_class() -> Any:
     """TensorBoard's SummaryWriter. Raises ValueError with the way out where it isn't installed."""
     try:
@@ -234,15 +196,6 @@ def board_class() -> Any:
             "logging.tensorboard = true: tensorboard isn't installed; pip install tensorboard, or set it to false"
         ) from None
     return SummaryWriter
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: a number that is none is written as its name."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
 
 
 def _short(number: float) -> str:

@@ -6,7 +6,7 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from miras_megatron.training.metrics import RunLog, StepReport, console_line, drop_after
+from miras_megatron.training.metrics import RunLog, StepReport, console_line
 from miras_megatron.training.trouble import Trouble
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "tflops", "mfu", "peak_gib"}
@@ -51,14 +51,6 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_record_with_broken_bytes_costs_no_resume(tmp_path):
-    """A disk's bad block in one line of the curve must not keep the run from going on."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"st\xffep": 2}\n' + b"[" * 99_999 + b'\n{"step": 3}\n')
-    drop_after(path, 3)
-    assert read(path) == [{"step": 1}, {"step": 3}]
-
-
 def test_a_number_that_is_none_is_still_json(tmp_path):
     """Strict readers refuse a bare NaN, and the step that went wrong is the one people look for."""
     log = RunLog(tmp_path, last_step=0, steps=1, tensorboard=False, console=io.StringIO())
@@ -93,9 +85,3 @@ def test_the_console_line_has_the_six_things_people_look_for():
     """step, loss, gradient norm, learning rate, tokens/s, time left."""
     line = console_line(report(10, tokens_per_s=12345.0), steps=100, pace=41.0)
     assert line == "step  10/100 | loss 2.5000 | grad norm 0.5 | lr 0.001 | 12.3k tokens/s | ETA 1:01:30"
-
-
-def test_dropping_from_a_file_that_is_not_there_does_nothing(tmp_path):
-    """A new run has no records."""
-    drop_after(tmp_path / "none.jsonl", 3)
-    assert list(tmp_path.iterdir()) == []
