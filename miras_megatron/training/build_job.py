@@ -10,9 +10,9 @@ from .engine import make_engine, refuse_missing_engine
 from .evaluate import validation_batches
 from .feed import make_feed
 from .job import Job
-from .metrics import board_class
 from .needles import plant_needles
 from .process import settle_process, told_where_memory_is_short
+from .run_log import board_class
 from .signs import give_signs
 from .tokenizer import load_tokenizer
 

@@ -28,10 +28,11 @@ from .checkpoint_load import load_checkpoint, load_weights
 from .device_peaks import device_peak_tflops
 from .evaluate import evaluate
 from .job import Job
-from .metrics import RunLog, StepReport
+from .metrics import StepReport
 from .profile import profile_window
 from .roll_back import roll_back, stopped_without_checkpoint
 from .run_folder import claimed_folder, find_start
+from .run_log import RunLog
 from .saver import Saver
 from .step import train_step
 from .stop import handlers_restored, listen_for_stop
