@@ -46,6 +46,10 @@ class Feed:
         """Where the next step reads, as plain values; equal on all ranks."""
         return {"usual": self.usual.position()} | ({"long": self.long.position()} if self.long is not None else {})
 
+    def rows(self) -> int:
+        """Rows that were read so far, over all ranks; also those that a roll back left out."""
+        return sum(int(part["samples"]) for part in self.position().values())
+
     def seek(self, position: dict[str, Any]) -> None:
         """Go on from a `position()`. Raises ValueError where it belongs to other data."""
         self.usual.seek(position["usual"])

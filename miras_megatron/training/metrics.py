@@ -19,6 +19,8 @@ class StepReport:
     tokens       tokens read, masked ones too
     seconds      wall time of the step
     tokens_per_s of the whole job
+    rows         read by the run so far, also those that a roll back left out; a step of the same number and rows is
+                 the same step, come to again by a run that was cut
     tflops       TFLOP/s a device that the counted operations reach; None where they aren't counted
     mfu          that over the device's peak, 0 to 1; None where the peak isn't known
     peak_gib     most memory held so far: of the device, or of the process where there is none
@@ -36,6 +38,7 @@ class StepReport:
     tokens: int
     seconds: float
     tokens_per_s: float
+    rows: int = 0
     tflops: float | None = None
     mfu: float | None = None
     peak_gib: float = 0.0
@@ -48,7 +51,8 @@ class StepReport:
     def record(self) -> dict[str, Any]:
         """The object of metrics.jsonl; `skipped`, `memory` and `idle` only where they say something."""
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"skipped": self.trouble is not None}
-        del values["gradients"], values["trouble"], values["stops"]
+        for name in ("rows", "gradients", "trouble", "stops"):
+            del values[name]
         return {k: v for k, v in values.items() if k not in ("skipped", "memory", "idle") or v}
 
 

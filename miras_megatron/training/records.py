@@ -31,15 +31,19 @@ def _plain(value: Any) -> Any:
 
 
 def count_events(path: Path) -> Counter[str]:
-    """Action -> at how many steps the run took it, however often it was cut; what is no record doesn't count."""
-    seen: set[tuple[int, str]] = set()
+    """Action -> how often the run took it, however often it was cut; what is no record doesn't count.
+
+    A step of one number over other rows is another step: a roll back lies between. Older records don't tell the rows.
+    """
+    seen: set[tuple[int, int | None, str]] = set()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
-            seen.add((int(record["step"]), str(record["action"])))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            rows = record.get("rows")
+            seen.add((int(record["step"]), rows if rows is None else int(rows), str(record["action"])))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-    return Counter(action for _, action in seen)
+    return Counter(action for *_, action in seen)
 
 
 def drop_after(path: Path, step: int) -> None:

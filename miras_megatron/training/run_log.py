@@ -83,7 +83,10 @@ class RunLog:
         if not self.writes or trouble is None:
             return
         told = asdict(trouble) | {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
-        self._write(EVENTS, {"step": report.step} | told | ({} if back_to is None else {"back_to": back_to}))
+        self._write(
+            EVENTS,
+            {"step": report.step, "rows": report.rows} | told | ({} if back_to is None else {"back_to": back_to}),
+        )
         self.counts = count_events(self._folder / EVENTS)
         step = report.step if back_to is None else back_to  # what lies after it is dropped from the board
         self._scalars({f"trouble/{action}": count for action, count in self.counts.items()}, step)

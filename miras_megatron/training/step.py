@@ -65,6 +65,7 @@ def train_step(job: Job, step: int, *, look_inside: bool = False, look_at_gradie
         tokens=tokens,
         seconds=seconds,
         tokens_per_s=tokens / seconds,
+        rows=job.feed.rows(),
         peak_gib=largest(job.mesh, peak_gib()),
         trouble=trouble,
         stops=None if trouble is None or trouble.action != "stop" else _stop(job, batches, step, trouble),

@@ -9,6 +9,8 @@ from helpers.tiny_run import learned, records, tiny_config, train_here
 from helpers.worlds import run_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miras_megatron.parallel.lost import RankLost
+from miras_megatron.training import loop
 from miras_megatron.training.checkpoint_folder import complete_checkpoints
 from miras_megatron.training.feed import Feed
 from miras_megatron.training.main import main
@@ -18,14 +20,14 @@ from miras_megatron.training.trouble import Judge, Trouble
 BASE = {"checkpoint__every": 5, "training__steps": 10, "evaluate__every": 0, "data__split": "100,0,0"}
 
 
-def complain_once(at, kind="spike"):
-    """A `Judge.judge` that finds step number `at`, counted in calls, bad."""
+def complain_at(*at):
+    """A `Judge.judge` that finds the steps of numbers `at`, counted in calls, bad."""
     judge, calls = Judge.judge, []
 
     def judged(self, loss, norm, memory):
         calls.append(loss)
-        if len(calls) == at:
-            return Trouble(kind, "made up", "roll_back")
+        if len(calls) in at:
+            return Trouble("spike", "made up", "roll_back")
         return judge(self, loss, norm, memory)
 
     return judged
@@ -47,7 +49,7 @@ def seek_past(steps):
 def test_it_is_the_run_that_left_those_rows_out(tmp_path, monkeypatch, changes):
     """Weights, moments, random states and the schedule are the checkpoint's; rows are read once."""
     with monkeypatch.context() as patch:
-        patch.setattr(Judge, "judge", complain_once(7))
+        patch.setattr(Judge, "judge", complain_at(7))
         assert main(tiny_config(tmp_path, "back", **BASE, **changes)) == 0
     plain = {**BASE, **changes, "run__dir": tmp_path / "plain", "optimizer__decay_steps": 10}
     assert main(tiny_config(tmp_path, "back", **(plain | {"training__steps": 5}))) == 0
@@ -63,7 +65,7 @@ def test_it_is_the_run_that_left_those_rows_out(tmp_path, monkeypatch, changes):
 
 def roll_back_here(argv):
     judge = Judge.judge
-    Judge.judge = complain_once(7)
+    Judge.judge = complain_at(7)
     try:
         return train_here(argv)
     finally:
@@ -75,7 +77,7 @@ def test_all_ranks_go_back_together(tmp_path, monkeypatch, layout):
     """One that stayed would wait for the others in another step."""
     assert run_world(2, roll_back_here, tiny_config(tmp_path, "two", **BASE, **layout)) == [0, 0]
     with monkeypatch.context() as patch:
-        patch.setattr(Judge, "judge", complain_once(7))
+        patch.setattr(Judge, "judge", complain_at(7))
         assert main(tiny_config(tmp_path, "one", **BASE)) == 0
     for (step, loss, norm), (_, one_loss, one_norm) in zip(
         learned(tmp_path / "two"), learned(tmp_path / "one"), strict=True
@@ -86,7 +88,7 @@ def test_all_ranks_go_back_together(tmp_path, monkeypatch, layout):
 
 def test_states_that_lanes_carry_start_afresh(tmp_path, monkeypatch, caplog):
     """The checkpoint's belong to rows that aren't the next ones."""
-    monkeypatch.setattr(Judge, "judge", complain_once(7))
+    monkeypatch.setattr(Judge, "judge", complain_at(7))
     assert main(tiny_config(tmp_path, **BASE, data__packing="ordered")) == 0
     assert len(learned(tmp_path / "run")) == 10
     assert "go on inside a document without their state" in caplog.text
@@ -97,7 +99,7 @@ def test_it_never_goes_forward(tmp_path, monkeypatch, capsys):
     assert main(tiny_config(tmp_path, **BASE)) == 0
     again = f"--checkpoint.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000005'}"
     capsys.readouterr()
-    monkeypatch.setattr(Judge, "judge", complain_once(2))
+    monkeypatch.setattr(Judge, "judge", complain_at(2))
     assert main([*tiny_config(tmp_path, **BASE), again]) == 0
     assert "rolled back to step 5 (made up)" in capsys.readouterr().out
     assert [step for step, _, _ in learned(tmp_path / "run")] == list(range(1, 11))
@@ -105,7 +107,7 @@ def test_it_never_goes_forward(tmp_path, monkeypatch, capsys):
 
 def test_a_roll_back_stays_on_the_board_and_in_the_records(tmp_path, monkeypatch, capsys):
     """What is dropped from the curves must not take with it why; validations of the way back go, too."""
-    monkeypatch.setattr(Judge, "judge", complain_once(8))
+    monkeypatch.setattr(Judge, "judge", complain_at(8))
     changes = BASE | {"evaluate__every": 1, "data__split": "75,25,0", "logging__every": 100}
     assert main(tiny_config(tmp_path, **changes, logging__tensorboard="true")) == 0
     board = EventAccumulator(str(tmp_path / "run" / "tb")).Reload()
@@ -115,9 +117,41 @@ def test_a_roll_back_stays_on_the_board_and_in_the_records(tmp_path, monkeypatch
     assert "step  8/10" in told and "ROLLED BACK (spike): made up" in told and "10 steps, 1 roll back" in told
 
 
+def test_two_roll_backs_at_one_step_are_two(tmp_path, monkeypatch, capsys):
+    """Each leaves out other rows; told as one, a run that can't get past a step looks as if it had once stumbled."""
+    monkeypatch.setattr(Judge, "judge", complain_at(7, 9))  # steps 6, 7 and again, over later rows
+    assert main(tiny_config(tmp_path, **BASE, logging__tensorboard="true")) == 0
+    events = records(tmp_path / "run", "events.jsonl")
+    assert [(event["step"], event["rows"], event["back_to"]) for event in events] == [(7, 28, 5), (7, 36, 5)]
+    board = EventAccumulator(str(tmp_path / "run" / "tb")).Reload()
+    assert [event.value for event in board.Scalars("trouble/roll_back")] == [1.0, 2.0]
+    assert "10 steps, 2 roll back" in capsys.readouterr().out
+
+
+def test_a_roll_back_that_a_cut_run_comes_to_again_is_the_same(tmp_path, monkeypatch, capsys):
+    """A start reads the rows of the one before it again: counted anew, each kill would make the run look worse."""
+    step, calls = loop.train_step, []
+
+    def cut(job, number, **options):
+        calls.append(number)
+        if len(calls) == 8:
+            raise RankLost("made up")
+        return step(job, number, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "judge", complain_at(7))
+        patch.setattr(loop, "train_step", cut)
+        assert main(tiny_config(tmp_path, **BASE)) == 4
+    monkeypatch.setattr(Judge, "judge", complain_at(2))
+    assert main(tiny_config(tmp_path, **BASE)) == 0
+    assert calls == [1, 2, 3, 4, 5, 6, 7, 6]
+    assert [event["step"] for event in records(tmp_path / "run", "events.jsonl")] == [7, 7]
+    assert "10 steps, 1 roll back" in capsys.readouterr().out
+
+
 def test_a_signal_is_heard_on_the_way_back(tmp_path, monkeypatch, capsys):
     """The time limit doesn't wait until a run gets on."""
-    complain = complain_once(7)
+    complain = complain_at(7)
 
     def judged(self, loss, norm, memory):
         found = complain(self, loss, norm, memory)
@@ -133,7 +167,7 @@ def test_a_signal_is_heard_on_the_way_back(tmp_path, monkeypatch, capsys):
 
 def test_a_checkpoint_that_is_read_slowly_is_no_hang(tmp_path, monkeypatch, slow_under_watch):
     """The watchdog would end a run of a large model at every roll back."""
-    monkeypatch.setattr(Judge, "judge", complain_once(7))
+    monkeypatch.setattr(Judge, "judge", complain_at(7))
     watched = slow_under_watch(_ReadPlanner, "resolve_tensor")
     assert main(tiny_config(tmp_path, **BASE, **watched)) == 0
     assert [event["action"] for event in records(tmp_path / "run", "events.jsonl")] == ["roll_back"]
@@ -141,7 +175,7 @@ def test_a_checkpoint_that_is_read_slowly_is_no_hang(tmp_path, monkeypatch, slow
 
 def test_where_there_is_no_checkpoint_it_stops(tmp_path, monkeypatch, capsys):
     """Going back to random weights is no policy anybody chose."""
-    monkeypatch.setattr(Judge, "judge", complain_once(2))
+    monkeypatch.setattr(Judge, "judge", complain_at(2))
     assert main(tiny_config(tmp_path, **BASE)) == 3
     told = capsys.readouterr()
     assert "there is no checkpoint yet (checkpoint.every = 5)" in told.err and "Traceback" not in told.err
