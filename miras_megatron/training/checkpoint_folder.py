@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from .atomic_write import write_atomically
+from .atomic_write import write_beside
 
 MANIFEST, LATEST = "manifest.json", "latest"
 
@@ -99,15 +99,23 @@ def begin_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callabl
 
 
 def complete_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callable[[], None]) -> Path:
-    """Give the written checkpoint of `step` its name and make it `latest`. Every rank calls it."""
-    folder, target = folder_of(run_dir), folder_of(run_dir) / name_of(step)
+    """Give the written checkpoint of `step` its name and make it `latest`, both or neither. Every rank calls it.
+
+    Raises OSError where the disk doesn't take it. Only a kill between the two leaves one that `latest` doesn't name.
+    """
+    target = folder_of(run_dir) / name_of(step)
     barrier()
     if rank == 0:
+        pointer = write_beside(target.with_name(LATEST), target.name + "\n")  # what needs room comes first
         retire(target)
         os.rename(part_of(run_dir, step), target)
-        _sync_folder(folder)
-        write_atomically(folder / LATEST, target.name + "\n")
-        _sync_folder(folder)
+        try:
+            _sync_folder(target.parent)
+            os.replace(pointer, target.with_name(LATEST))
+        except OSError:
+            os.rename(target, part_of(run_dir, step))
+            raise
+        _sync_folder(target.parent)
     barrier()
     return target
 

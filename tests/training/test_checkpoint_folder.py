@@ -1,5 +1,7 @@
 """Checkpoints as files: whole or absent."""
 
+import os
+
 import pytest
 from helpers.small_checkpoint import nothing, save
 
@@ -29,6 +31,22 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path):
     assert latest_checkpoint(tmp_path).name == "step_00000005"
     save(tmp_path, 10)
     assert latest_checkpoint(tmp_path).name == "step_00000010"
+
+
+@pytest.mark.parametrize("in_the_way", ["latest.PID.tmp", "latest"])
+def test_one_that_cannot_be_made_latest_gets_no_name(tmp_path, in_the_way):
+    """It lay there as if complete, while the message told of the one before and the next start went on from that."""
+    save(tmp_path, 5)
+    path = tmp_path / "checkpoints" / in_the_way.replace("PID", str(os.getpid()))
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        save(tmp_path, 10)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_00000005"]
+    assert latest_checkpoint(tmp_path).name == "step_00000005"
+    path.rmdir()
+    save(tmp_path, 10)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000010\n"
 
 
 def test_latest_may_be_lost(tmp_path):

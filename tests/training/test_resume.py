@@ -1,5 +1,6 @@
 """A run that was cut and resumed is the run that was never cut, to the last bit."""
 
+import os
 import resource
 
 import pytest
@@ -47,3 +48,20 @@ def test_a_full_disk_gives_one_message_and_leaves_the_checkpoint_before(tmp_path
     assert [p.name for p in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
     assert main([*argv, "--optimizer.decay_steps=4"]) == 0
     assert [p.name for p in complete_checkpoints(tmp_path / "run")] == ["step_00000002", "step_00000004"]
+
+
+def test_a_latest_without_room_is_told_of_the_checkpoint_that_the_run_goes_on_from(tmp_path, capsys):
+    """The message named step 2, and step 4 lay beside it as if complete: which of them counts?"""
+    argv = tiny_config(tmp_path, checkpoint__every=2, training__steps=4, evaluate__every=0, data__split="100,0,0")
+    assert main([*argv, "--training.steps=2", "--optimizer.decay_steps=4"]) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    in_the_way = folder / f"latest.{os.getpid()}.tmp"
+    in_the_way.mkdir()
+    assert main([*argv, "--optimizer.decay_steps=4"]) == 2
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 4 can't be written" in error
+    assert f"{folder / 'step_00000002'} stays, run again to go on from it" in error
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
+    in_the_way.rmdir()
+    assert main([*argv, "--optimizer.decay_steps=4"]) == 0
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002", "step_00000004"]
