@@ -67,6 +67,11 @@ def _named_latest(folder: Path) -> str:
     return name if re.fullmatch(r"step_\d+", name) else ""
 
 
+def passed_over(run_dir: Path | str, start: Path) -> list[Path]:
+    """The complete checkpoints of a run that are later than `start`, oldest first."""
+    return [path for path in complete_checkpoints(run_dir) if path.name > start.name]
+
+
 def find_checkpoint(path: Path | str, field: str) -> Path:
     """The checkpoint that a user named: a checkpoint folder, or a run folder, which stands for its latest.
 

@@ -23,7 +23,7 @@ from ..parallel.trace import chrome_trace
 from .atomic_write import write_atomically
 from .build_job import build_job
 from .checkpoint import Progress
-from .checkpoint_folder import find_checkpoint
+from .checkpoint_folder import find_checkpoint, passed_over
 from .checkpoint_load import load_checkpoint, load_weights
 from .device_peaks import device_peak_tflops
 from .evaluate import evaluate
@@ -227,6 +227,8 @@ def tell_start(log: RunLog, job: Job, start: Path | None, progress: Progress) ->
         log.say(job.layout.reason)
     if start is not None:
         log.say(f"goes on from {start} (step {progress.step})")
+        if run.checkpoint.resume == "auto" and (later := passed_over(run.run.dir, start)):
+            log.say(f"note: {later[-1]} is later, but `latest` doesn't name it; to go on from it: --resume {later[-1]}")
     elif run.training.init_from is not None:
         log.say(f"starts from the weights of {run.training.init_from}")
     if progress.step >= run.training.steps:

@@ -65,3 +65,17 @@ def test_a_latest_without_room_is_told_of_the_checkpoint_that_the_run_goes_on_fr
     in_the_way.rmdir()
     assert main([*argv, "--optimizer.decay_steps=4"]) == 0
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step_00000002", "step_00000004"]
+
+
+def test_a_later_checkpoint_that_latest_does_not_name_is_told(tmp_path, capsys):
+    """A kill between its name and `latest` costs some steps, which come out the same. But why did they come again?"""
+    argv = tiny_config(tmp_path, checkpoint__every=2, training__steps=4, evaluate__every=0, data__split="100,0,0")
+    assert main(argv) == 0
+    assert "is later" not in capsys.readouterr().out
+    before, folder = learned(tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    (folder / "latest").write_text("step_00000002\n")
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert f"goes on from {folder / 'step_00000002'} (step 2)" in told
+    assert f"note: {folder / 'step_00000004'} is later" in told and f"--resume {folder / 'step_00000004'}" in told
+    assert learned(tmp_path / "run") == before
