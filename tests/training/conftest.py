@@ -20,7 +20,7 @@ def trained_run(tmp_path_factory):
 
 @pytest.fixture
 def slow_under_watch(monkeypatch):
-    """Make a method take 0.1 s more; the fields of a run with which the watchdog ends what takes 2 s. It must not."""
+    """Make a method take 0.2 s more; the fields of a run with which the watchdog ends what takes 4 s. It must not."""
     ended = []
     monkeypatch.setattr(watchdog, "_leave", lambda: ended.append("by the watchdog"))
 
@@ -28,11 +28,11 @@ def slow_under_watch(monkeypatch):
         plain = getattr(owner, name)
 
         def slowly(*args):
-            time.sleep(0.1)
+            time.sleep(0.2)
             return plain(*args)
 
         monkeypatch.setattr(owner, name, slowly)
-        return {"training__watchdog": 2, "parallel__timeout": 60}
+        return {"training__watchdog": 4, "parallel__timeout": 60}
 
     yield make_slow
     assert not ended
