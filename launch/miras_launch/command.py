@@ -10,11 +10,13 @@ from dataclasses import replace
 from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import parse_command_line
 
-from .cluster import Cluster, load_cluster, problems_of
+from .cluster import Cluster, problems_of
+from .cluster_file import load_cluster
 from .points import points_of
 from .ranks import lines_of, start_here
 from .report import describe_layout, describe_memory
-from .slurm import job_of, submit
+from .slurm import job_of
+from .submit import submit
 
 SWITCHES = {"dry-run": "prints the layout, memory a rank and the script or command; starts and writes nothing"}
 

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 from miras_launch import cluster as cluster_module
-from miras_launch.cluster import (
-    FOLDERS,
-    OF_ONE_LAUNCHER,
-    Cluster,
-    known_clusters,
-    load_cluster,
-    problems_of,
-    seconds_of,
-)
+from miras_launch.cluster import OF_ONE_LAUNCHER, Cluster, problems_of, seconds_of
+from miras_launch.cluster_file import FOLDERS, load_cluster
 
 from miras_megatron.config.describe import docstrings
-from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import load_run
 
 SOURCES = Path(cluster_module.__file__).parent
@@ -27,48 +19,6 @@ SLOW_GPU = 1.5e14
 
 CHECKPOINTS = 240.0
 """seconds for two checkpoints and a validation"""
-
-SHIPPED = sorted(FOLDERS[1].glob("*.yaml"))
-
-
-def written(folder: Path, text: str) -> str:
-    path = folder / "mine.yaml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_cluster_is_read(path: Path) -> None:
-    """A user's first copy of it must not be broken from the start; its name says how many machines and ranks."""
-    cluster, where = load_cluster(path.stem)
-    assert Path(where).name == path.name
-    size = path.stem.rpartition("_")[2]
-    if "x" in size:
-        assert f"{cluster.nodes}x{cluster.ranks_per_node}" == size
-
-
-def test_a_cluster_is_found_by_path_too(tmp_path: Path) -> None:
-    """A site's own file lies where the site wants it."""
-    cluster, where = load_cluster(written(tmp_path, "nodes: 2\nranks_per_node: 4\npartition: long\n"))
-    assert (cluster.nodes, cluster.world_size, cluster.partition, cluster.gpus) == (2, 8, "long", 4)
-    assert where == str(tmp_path / "mine.yaml")
-
-
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    """Otherwise a file is mended in as many rounds as it has mistakes."""
-    text = "nodes: two\npartitoin: long\ntime_limit: 24:00:00\nenvironment: {OMP_NUM_THREADS: 8}\ndoctor: 1\n"
-    with pytest.raises(ConfigError) as told:
-        load_cluster(written(tmp_path, text))
-    said = str(told.value)
-    assert "5 problems" in said
-    for part in (
-        "nodes = 'two': must be a whole number",
-        "partitoin: unknown field; did you mean partition?",
-        "time_limit = 86400: must be text or null; put it in quotes",
-        "environment = {'OMP_NUM_THREADS': 8}: must be names and texts (in quotes)",
-        "doctor = 1: must be true or false",
-    ):
-        assert part in said
 
 
 @pytest.mark.parametrize(
@@ -138,31 +88,6 @@ def test_a_long_step_fits_before_the_time_ends() -> None:
         tokens = run.training.global_batch * run.data.sequence_length
         slowest = 6 * 1.13e9 * tokens * 4 / 3 / (8 * nodes) / SLOW_GPU
         assert load_cluster(name)[0].signal_lead > 2 * slowest + CHECKPOINTS, name
-
-
-def test_an_unknown_name_lists_those_there_are() -> None:
-    """The user sees what to write."""
-    with pytest.raises(ConfigError, match=r"did you mean slurm_8x8\?.*has .*local.*or give a path"):
-        load_cluster("slurm_8x")
-    assert {"local", "slurm_1x8", "slurm_8x8", "slurm_64x8"} <= set(known_clusters())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- a", "must hold fields"),
-        ("a: [", "not YAML"),
-        ("partition: 2026-11-32", "not YAML: day is out of range"),
-        ("options: " + "[" * 3000 + "]" * 3000, "too deep"),
-        (None, "no such file"),
-    ],
-    ids=["list", "open", "date", "deep", "none"],
-)
-def test_a_file_that_is_none_is_one_message(tmp_path: Path, text: str | None, message: str) -> None:
-    """No traceback for a path with a typo."""
-    path = str(tmp_path / "none.yaml") if text is None else written(tmp_path, text)
-    with pytest.raises(ConfigError, match=message):
-        load_cluster(path)
 
 
 def test_time_limits_are_read_as_slurm_reads_them() -> None:

@@ -25,27 +25,6 @@ from miras_megatron.config.load import load_run
 DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
 TINY = Cluster(nodes=1, ranks_per_node=2, gpus_per_node=0, doctor=False, max_requeues=2)
 
-STAND_INS = {
-    # plays ranks that take a moment: saves step SAVED, also when it is warned, and ends with CODE
-    "srun": 'echo "srun $*" >> calls; trap "echo warned >> calls; kill %1" USR1; sleep "${SECONDS_OF_WORK:-0}" & wait; '
-    'printf step_%08d "$SAVED" > "$RUN/checkpoints/latest"; for w in "$@"; do case "$w" in --output=*) '
-    'echo "miras-train: as it went" >> "$(echo "${w#--output=}" | sed s/%t/0/)";; esac; done; exit "$CODE"',
-    "squeue": '[ "$STATE" = unknown ] || echo "${STATE:-RUNNING}"',
-    "scontrol": 'echo "scontrol $*" >> calls',
-}
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to run in, with Slurm's commands played by stand-ins."""
-    (tmp_path / "bin").mkdir()
-    for name, text in STAND_INS.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
 
 def job(cluster: Cluster = TINY, *sweep: str, words: tuple[str, ...] = ()) -> Job:
     own = [DEBUG, *words]
@@ -343,48 +322,12 @@ def test_a_sweep_is_an_array_whose_tasks_pick_their_line(place: Path) -> None:
     assert "#SBATCH --array=0,2\n" in again.script and again.open == 2
 
 
-def test_a_machine_without_slurm_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not a traceback of subprocess."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main([DEBUG, "--cluster=slurm_cpu", "--training.micro_batch=1"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "launcher = 'slurm': sbatch isn't on this machine" in said and "sbatch runs/debug_cpu/launch/job.sbatch" in said
-    )
-
-
-def test_a_folder_that_takes_no_files_is_one_message(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a traceback of pathlib."""
-    (place / "runs").write_text("a file")
-    assert main([DEBUG, "--cluster=slurm_cpu", "--training.micro_batch=1"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "1 problem in run.dir = runs/debug_cpu\n  runs/debug_cpu" in said and "Not a directory); choose another" in said
-    )
-
-
 def test_a_cache_on_the_command_line_wins(place: Path) -> None:
     """The user knows better than the site where there is room; and the doctor looks there."""
     made = job(replace(TINY, cache="/site", doctor=True), words=("--data.cache=/mi ne", "--training.micro_batch=1"))
     assert "/site" not in made.script and "--cache='/mi ne'" in made.script and "--data.cache" not in made.script
     (path,) = written(made)
     assert load_run([str(path)]).data.cache == "/mi ne"
-
-
-def test_slurms_refusal_is_one_message_with_the_field(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A typo in partition must name the file where it stands, and what there is."""
-    said = "sbatch: error: invalid partition specified: nope"
-    for name, text in {"sbatch": f"echo '{said}' >&2; exit 1", "sinfo": "echo long; echo short"}.items():
-        (place / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (place / "bin" / name).chmod(0o755)
-    (place / "mine.yaml").write_text("partition: nope\nnodes: 1\nranks_per_node: 2\n")
-    assert main([DEBUG, "--cluster=./mine.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("miras-launch: 1 problem in mine.yaml\n  Slurm refused runs/debug_cpu/launch/job.sbatch: ")
-    assert "invalid partition specified: nope; partition = 'nope': Slurm has long, short" in told
 
 
 def test_a_dry_run_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
