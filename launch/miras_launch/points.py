@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from miras_megatron.config.check import find_problems
 from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import parse_command_line
+from miras_megatron.config.overrides import with_fields
 from miras_megatron.config.schema import Run
 
 
@@ -54,12 +56,12 @@ def points_of(words: Sequence[str], source: str, run: Run, sweep: Sequence[str],
     if not sweep:
         points = [Point(run, tuple(words))]
     else:
-        points = [_point(words, run.run.dir, choice) for choice in grid(sweep)]
+        points = [_point(words, run, choice) for choice in grid(sweep)]
     problems: dict[str, None] = {}
     for point in points:
         problems |= dict.fromkeys(find_problems(point.run, world_size))
-    names = [point.folder for point in points]
-    for folder in {name for name in names if names.count(name) > 1}:
+    folders = Counter(point.folder for point in points)
+    for folder in (folder for folder, count in folders.items() if count > 1):
         problems[f"--sweep: two values make a folder's name alike, {folder.name}; sweep them apart"] = None
     problems |= dict.fromkeys(_twice(points))
     if problems:
@@ -102,10 +104,14 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in re.split(r""",(?![^\[{]*[\]}])(?=(?:[^"']*["'][^"']*["'])*[^"']*$)""", text)]
 
 
-def _point(words: Sequence[str], base: str, choice: dict[str, str]) -> Point:
-    folder = os.path.join(base, ",".join(_named(choice)))
+def _point(words: Sequence[str], base: Run, choice: dict[str, str]) -> Point:
+    """One point; `base` is the run of `words`. Raises ConfigError with every problem of its values."""
+    folder = os.path.join(base.run.dir, ",".join(_named(choice)))
     own = (*words, *(f"--{name}={value}" for name, value in choice.items()), f"--run.dir={folder}")
-    return Point(parse_command_line(own, prog="miras-launch", description="").run, own)
+    run = with_fields(base, choice)
+    if run is None:
+        return Point(parse_command_line(own, prog="miras-launch", description="").run, own)
+    return Point(replace(run, run=replace(run.run, dir=folder)), own)
 
 
 def _named(choice: dict[str, str]) -> Iterator[str]:

@@ -46,13 +46,14 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
     is_sweep = points[0].folder != folder
     open_points = [number for number, point in enumerate(points) if not point.finished]
     array = ",".join(map(str, open_points)) if is_sweep else None
+    configs = [config_file(point) for point in points]
     script = template("job.sbatch").substitute(
         title=base.run.title,
         cluster=where,
         script=shlex.quote(str(path)),
         options="\n".join(f"#SBATCH {option}" for option in sbatch_options(base, cluster, array)),
         workdir=shlex.quote(str(Path.cwd())),
-        target=_target(points, is_sweep),
+        target=_target(points, [path.name for path, _ in configs], is_sweep),
         setup="\n".join([*cluster.setup, *exports(cluster.environment)]),
         max_requeues=cluster.max_requeues,
         srun_options=shlex.join(srun_options(cluster)),
@@ -61,7 +62,7 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
         preflight=_preflight(points[0], cluster),
         train=_train(points[0], cluster),
     )
-    return Job(script, path, {config_path(point): stored(point.run) for point in points}, len(open_points))
+    return Job(script, path, dict(configs), len(open_points))
 
 
 def _refuse_lines(run: Run, where: str) -> None:
@@ -78,17 +79,14 @@ def _refuse_lines(run: Run, where: str) -> None:
         raise ConfigError("launcher = 'slurm'", problems)
 
 
-def stored(run: Run) -> str:
-    """The resolved configuration that a job trains: what configs/runs says later doesn't touch a queued job.
+def config_file(point: Point) -> tuple[Path, str]:
+    """The resolved configuration that a job trains, and its file: a later edit of configs/runs touches no queued job.
 
-    With checkpoint.resume auto, since a job that is queued again goes on; the script has what the user said of it.
+    It is named by its content, so launching again leaves those of queued jobs alone; and has checkpoint.resume auto,
+    since a job that is queued again goes on: the script has what the user said of it.
     """
-    return dump_run(replace(run, checkpoint=replace(run.checkpoint, resume="auto")))
-
-
-def config_path(point: Point) -> Path:
-    """Its file, named by its content: launching again leaves those of queued jobs alone."""
-    return point.folder / FOLDER / f"config_{hashlib.sha256(stored(point.run).encode()).hexdigest()[:8]}.yaml"
+    text = dump_run(replace(point.run, checkpoint=replace(point.run.checkpoint, resume="auto")))
+    return point.folder / FOLDER / f"config_{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml", text
 
 
 def sbatch_options(run: Run, cluster: Cluster, array: str | None) -> Iterator[str]:
@@ -129,18 +127,21 @@ def srun_options(cluster: Cluster) -> Iterator[str]:
     yield from cluster.srun_options
 
 
-def _target(points: Sequence[Point], is_sweep: bool) -> str:
-    """The lines that say which run this task trains; Slurm keeps the script, so no file can change beneath it."""
+def _target(points: Sequence[Point], configs: Sequence[str], is_sweep: bool) -> str:
+    """The lines that say which run this task trains; Slurm keeps the script, so no file can change beneath it.
+
+    configs  the name of each point's configuration
+    """
     lines = [
         assignments(
             {
                 "steps": point.run.training.steps,
                 "run_dir": point.folder,
-                "config": config_path(point).name,
+                "config": config,
                 "resume": point.run.checkpoint.resume,
             }
         )
-        for point in points
+        for point, config in zip(points, configs, strict=True)
     ]
     return chosen_by("SLURM_ARRAY_TASK_ID", lines) if is_sweep else lines[0]
 

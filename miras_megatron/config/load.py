@@ -21,10 +21,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from .describe import FieldInfo, dump_run, help_text, list_fields, nested_dataclass, section_types, type_in_words
 from .errors import ConfigError
+from .overrides import FREE_FORM, PARSER_OPTIONS
 from .schema import Run
-
-FREE_FORM = "memory.options"
-"""The one field whose keys are not fields of ours: they are keywords of make_rule."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ def _nearest(name: str, names: Any, prefix: str = "") -> str:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False, default_env=False)
+    parser = ArgumentParser(**PARSER_OPTIONS)
     parser.add_argument("--config", action="config")
     for section, cls in section_types().items():
         parser.add_class_arguments(cls, section)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from miras_launch import points as points_module
 from miras_launch.points import Point, grid, points_of, saved_step
 
 from miras_megatron.config.errors import ConfigError
@@ -13,8 +14,9 @@ from miras_megatron.config.load import load_run
 DEBUG = str(Path(__file__).resolve().parents[2] / "configs/runs/debug_cpu.yaml")
 
 
-def swept(*sweep: str, ranks: int = 1) -> list[Point]:
-    return points_of([DEBUG], DEBUG, load_run([DEBUG]), sweep, ranks)
+def swept(*sweep: str, ranks: int = 1, words: tuple[str, ...] = ()) -> list[Point]:
+    own = [DEBUG, *words]
+    return points_of(own, DEBUG, load_run(own), sweep, ranks)
 
 
 def test_a_grid_is_every_combination_with_a_folder_each() -> None:
@@ -24,6 +26,29 @@ def test_a_grid_is_every_combination_with_a_folder_each() -> None:
     assert (points[4].run.optimizer.lr, points[4].run.model.layers) == (3e-3, 2)
     assert points[4].folder == Path("runs/debug_cpu/lr=3e-3,layers=2")
     assert points[4].words[-1] == "--run.dir=runs/debug_cpu/lr=3e-3,layers=2"
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        ["optimizer.lr=1e-3,3e-3", "memory.options={objective: lp, p: 3.0},{objective: lp, p: 4.0}"],
+        ["data.needles=null,{rows: 0.25}", "training.precision=bf16"],
+        ["data.needles.rows=0.5,0.75", "model.layers=1,2"],
+        ["evaluate.needle_lengths=[1,4],[1,2]", 'data.train=shipped,["1 shipped", "2 shipped"]'],
+        ["memory.lr_max=null,0.1", "parallel.pieces=auto,1"],
+    ],
+)
+def test_a_points_run_is_what_its_words_say(sweep: list[str]) -> None:
+    """Under Slurm the run is trained, elsewhere the words are: they would be two different sweeps."""
+    for point in swept(*sweep, words=("--data.needles.per_row=1", "--optimizer.lr=0.002")):
+        assert load_run(point.words) == point.run
+
+
+def test_a_point_costs_no_reading_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 points took half a minute of silence, on login nodes where many share a core."""
+    words, run = [DEBUG], load_run([DEBUG])
+    monkeypatch.setattr(points_module, "parse_command_line", lambda *_, **__: pytest.fail("the whole run is read"))
+    assert len(points_of(words, DEBUG, run, ["optimizer.lr=1e-3,2e-3", "model.layers=1,2"], 1)) == 4
 
 
 def test_without_a_sweep_there_is_one_run_where_it_says() -> None:
