@@ -107,11 +107,22 @@ def split_values(text: str) -> list[str]:
 def _point(words: Sequence[str], base: Run, choice: dict[str, str]) -> Point:
     """One point; `base` is the run of `words`. Raises ConfigError with every problem of its values."""
     folder = os.path.join(base.run.dir, ",".join(_named(choice)))
-    own = (*words, *(f"--{name}={value}" for name, value in choice.items()), f"--run.dir={folder}")
+    own = (*_without("run.dir", words), *(f"--{name}={value}" for name, value in choice.items()), f"--run.dir={folder}")
     run = with_fields(base, choice)
     if run is None:
         return Point(parse_command_line(own, prog="miras-launch", description="").run, own)
     return Point(replace(run, run=replace(run.run, dir=folder)), own)
+
+
+def _without(name: str, words: Sequence[str]) -> Iterator[str]:
+    """The words without those that set a field, --name=value or --name value."""
+    rest = iter(words)
+    for word in rest:
+        said, equals, _ = word.lstrip("-").partition("=")
+        if not word.startswith("-") or said != name:
+            yield word
+        elif not equals:
+            next(rest, None)
 
 
 def _named(choice: dict[str, str]) -> Iterator[str]:

@@ -28,6 +28,15 @@ def test_a_grid_is_every_combination_with_a_folder_each() -> None:
     assert points[4].words[-1] == "--run.dir=runs/debug_cpu/lr=3e-3,layers=2"
 
 
+@pytest.mark.parametrize("said", [("--run.dir=mine",), ("--run.dir", "mine"), ("-run.dir=mine", "--run.dir=mine")])
+def test_a_points_words_name_its_folder_once(said: tuple[str, ...]) -> None:
+    """A reader of the command line must not have to know that the last of two folders is meant."""
+    for point in swept("optimizer.lr=1e-3,3e-3", words=(*said, "--model.layers=3")):
+        folders = [word for word in point.words if "run.dir" in word]
+        assert folders == [f"--run.dir={point.folder}"] and point.folder.parent == Path("mine")
+        assert point.words[:2] == (DEBUG, "--model.layers=3") and "mine" not in point.words
+
+
 @pytest.mark.parametrize(
     "sweep",
     [
