@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import parse_command_line
+from miras_megatron.config.words import counted
 
 from .cluster import Cluster, problems_of
 from .cluster_file import load_cluster
@@ -33,7 +34,7 @@ def launch(words: Sequence[str], description: str) -> int:
     own = [word for word in rest if word != "--dry-run"]
     points = points_of(own, command.source, command.run, place.sweep, cluster.world_size)
     size = cluster.world_size
-    told = [f"{len(points)} runs: {', '.join(point.folder.name for point in points)}"] if place.sweep else []
+    told = [f"{counted(len(points), 'run')}: {', '.join(point.folder.name for point in points)}"] if place.sweep else []
     told += dict.fromkeys(describe_layout(point.run, size) for point in points)
     told += dict.fromkeys(describe_memory(point.run, size, cluster.gpu_gib) for point in points)
     if cluster.launcher == "slurm":
@@ -73,7 +74,8 @@ def _wrong_places(place: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
             f"--rendezvous HOST:PORT of the first and --node-rank 0 to {cluster.nodes - 1}"
         )
     if place.node_rank is not None and not 0 <= place.node_rank < cluster.nodes:
-        yield f"--node-rank {place.node_rank}: must be from 0 to {cluster.nodes - 1}, with {cluster.nodes} nodes"
+        among = counted(cluster.nodes, "node")
+        yield f"--node-rank {place.node_rank}: must be from 0 to {cluster.nodes - 1}, with {among}"
 
 
 def _places() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miras_megatron.config.words import counted
 from miras_megatron.parallel.rendezvous import RankInfo
 
 from .meeting import Meeting, all_reduce, door, own_address, see_gpus, unreachable
@@ -173,8 +174,8 @@ def report(ranks: Sequence[Facts], faults: Sequence[str], info: RankInfo) -> lis
         lines += [f"{facts.node}: note: {note}" for note in facts.notes]
     lines += [f"FAULT {fault}" for fault in faults]
     machines = len({fault.partition(":")[0] for fault in faults})
-    verdict = f"{len(faults)} fault(s) on {machines} machine(s)" if faults else "nothing found"
-    return [*lines, f"miras-doctor: {verdict}; {info.world_size} ranks by {info.launcher}"]
+    verdict = f"{counted(len(faults), 'fault')} on {counted(machines, 'machine')}" if faults else "nothing found"
+    return [*lines, f"miras-doctor: {verdict}; {counted(info.world_size, 'rank')} by {info.launcher}"]
 
 
 def home_of(rank: int, info: RankInfo, environment: Mapping[str, str] | None = None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from miras_megatron.config.words import counted
 from miras_megatron.parallel.rendezvous import RankInfo
 
 from .node_facts import Facts
@@ -133,7 +134,7 @@ def all_reduce(meeting: Meeting) -> str:
             time.sleep(0.01)
         work.wait()
         if total.item() != info.world_size:
-            return f"{backend}: a sum over {info.world_size} ranks of 1 gives {total.item():g}"
+            return f"{backend}: a sum of 1 over {counted(info.world_size, 'rank')} gives {total.item():g}"
     except (RuntimeError, ValueError) as error:
         return f"{backend}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     return ""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from miras_megatron.config.schema import Run
 from miras_megatron.config.sizes import Sizes, sizes_of
+from miras_megatron.config.words import counted
 from miras_megatron.parallel.layout import decide_layout
 
 BYTES_VOCABULARY = 257
@@ -14,11 +15,12 @@ BYTES_VOCABULARY = 257
 
 def describe_layout(run: Run, world_size: int) -> str:
     """One line: how the ranks share the work."""
-    parallel = run.parallel
+    parallel, training = run.parallel, run.training
+    steps = counted(run.micro_batches(world_size), "microbatch", "es")
     return (
-        f"{world_size} ranks = {run.data_ranks(world_size)} data x {parallel.tensor} tensor x "
-        f"{parallel.pipeline} pipeline x {parallel.context} context; {run.training.global_batch} rows a step in "
-        f"{run.micro_batches(world_size)} microbatches of {run.training.micro_batch} a rank"
+        f"{counted(world_size, 'rank')} = {run.data_ranks(world_size)} data x {parallel.tensor} tensor x "
+        f"{parallel.pipeline} pipeline x {parallel.context} context; {counted(training.global_batch, 'row')} a step in "
+        f"{steps} of {training.micro_batch} a rank"
     )
 
 

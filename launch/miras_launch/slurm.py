@@ -12,6 +12,7 @@ from pathlib import Path
 from miras_megatron.config.describe import dump_run
 from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.schema import Run
+from miras_megatron.config.words import counted
 
 from .cluster import Cluster
 from .points import Point
@@ -58,7 +59,7 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
         max_requeues=cluster.max_requeues,
         srun_options=shlex.join(srun_options(cluster)),
         ranks=cluster.world_size,
-        layout=f"{cluster.nodes} x {cluster.ranks_per_node} ranks",
+        layout=f"{counted(cluster.nodes, 'node')} of {counted(cluster.ranks_per_node, 'rank')}",
         preflight=_preflight(points[0], cluster),
         train=_train(points[0], cluster),
     )

@@ -14,6 +14,7 @@ from .errors import ConfigError
 from .rule_table import rule_problems
 from .schema import BLOCK_PATTERNS, MEMORY_LETTERS, PATTERN_LETTERS, Run, flatten
 from .stability import stable_lr
+from .words import counted
 
 Problems = Iterator[str]
 
@@ -174,8 +175,9 @@ def _ranks(run: Run, world_size: int) -> Problems:
         return
     if world_size % parallel.model_ranks:
         yield (
-            f"parallel.tensor x pipeline x context = {parallel.model_ranks}: this job has {world_size} ranks, "
-            f"which is no multiple; start {parallel.model_ranks} (torchrun --nproc-per-node, miras-launch --ranks)"
+            f"parallel.tensor x pipeline x context = {parallel.model_ranks}: this job has "
+            f"{counted(world_size, 'rank')}, which is no multiple; start "
+            f"{parallel.model_ranks} (torchrun --nproc-per-node, miras-launch --ranks)"
         )
         return
     rows = training.micro_batch * run.data_ranks(world_size)
@@ -191,7 +193,7 @@ def _ranks_that_fit(run: Run, world_size: int) -> str:
     """For a run that goes on and may not change its batch: how many ranks share it, at most as many as there are."""
     batch, rows = run.training.global_batch, run.training.micro_batch
     fit = [ranks for ranks in range(1, run.data_ranks(world_size)) if batch % (rows * ranks) == 0]
-    return f"; or keep it and start {fit[-1] * run.parallel.model_ranks} rank(s)" if fit else ""
+    return f"; or keep it and start {counted(fit[-1] * run.parallel.model_ranks, 'rank')}" if fit else ""
 
 
 def _data(run: Run) -> Problems:

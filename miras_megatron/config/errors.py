@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .words import counted
+
 
 class ConfigError(ValueError):
     """What a user wrote can't be run; `str` is the whole message, a command prints it and exits with 2."""
@@ -11,5 +13,5 @@ class ConfigError(ValueError):
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
         self.problems = tuple(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = counted(len(problems), "problem")
         super().__init__("\n".join([f"{count} in {source}", *(f"  {problem}" for problem in problems)]))

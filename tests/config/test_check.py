@@ -60,7 +60,7 @@ def test_a_good_run_has_no_problems() -> None:
         ({"parallel__tensor": 3}, "parallel.tensor = 3: model.heads = 2 is not divisible by it"),
         ({"parallel__pipeline": 4}, "parallel.pipeline = 4: model.layers = 2 is not divisible by it"),
         ({"parallel__sequence": True}, "parallel.sequence = true: only with parallel.tensor above 1; set false"),
-        ({"parallel__tensor": 2}, "parallel.tensor x pipeline x context = 2: this job has 1 ranks"),
+        ({"parallel__tensor": 2}, "parallel.tensor x pipeline x context = 2: this job has 1 rank,"),
         ({"training__global_batch": 9, "training__micro_batch": 2}, "training.global_batch = 9: not a multiple of"),
         ({"memory__rule": "titan"}, "memory.rule = 'titan': unknown; the named rules are titans, titans_linear"),
         ({"memory__depth": 5}, "memory.depth = 5: a memory has 1 to 4 matrices"),

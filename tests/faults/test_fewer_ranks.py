@@ -56,4 +56,4 @@ def test_replicas_that_cannot_share_the_batch_are_refused_with_the_number_that_c
     }.items():
         monkeypatch.setenv(name, str(value))
     assert main(tiny_config(tmp_path, **RUN)) == 2
-    assert "data-parallel ranks = 3; nearest 3; or keep it and start 2 rank(s)" in capsys.readouterr().err
+    assert "data-parallel ranks = 3; nearest 3; or keep it and start 2 ranks" in capsys.readouterr().err

@@ -18,9 +18,7 @@ def test_a_dry_run_shows_layout_and_command(capsys: pytest.CaptureFixture[str]) 
     """The command is what a person would type, to be copied into a job script."""
     assert main(["--ranks", "4", "--parallel.tensor=2", DEBUG, "--dry-run"]) == 0
     layout, memory, line = capsys.readouterr().out.strip().splitlines()
-    assert layout == (
-        "4 ranks = 2 data x 2 tensor x 1 pipeline x 1 context; 8 rows a step in 1 microbatches of 4 a rank"
-    )
+    assert layout == ("4 ranks = 2 data x 2 tensor x 1 pipeline x 1 context; 8 rows a step in 1 microbatch of 4 a rank")
     assert memory.startswith("memory a rank: at least 0.0") and "parameters" in memory
     assert "--nproc-per-node 4 --standalone --no-python" in line
     assert line.endswith(f"miras-train --parallel.tensor=2 {DEBUG}")
@@ -82,3 +80,15 @@ def test_a_login_node_without_a_package_is_told_its_name(module: str, package: s
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == f"miras-launch: {package} isn't installed here: pip install pyyaml jsonargparse\n"
+
+
+def test_one_of_a_thing_is_not_many(capsys: pytest.CaptureFixture[str]) -> None:
+    """ "1 ranks" reads as a program that nobody has looked at."""
+    words = ["--training.global_batch=1", "--training.micro_batch=1", "--sweep=optimizer.lr=1e-3", "--dry-run"]
+    assert main([DEBUG, *words]) == 0
+    told = capsys.readouterr().out
+    assert (
+        told.startswith("1 run: lr=1e-3\n1 rank = 1 data x ") and "; 1 row a step in 1 microbatch of 1 a rank" in told
+    )
+    assert main([DEBUG, "--node-rank=1", "--dry-run"]) == 2
+    assert "must be from 0 to 0, with 1 node\n" in capsys.readouterr().err

@@ -189,6 +189,15 @@ def test_new_starts_are_bounded(place: Path) -> None:
     assert code == 4 and "started again 2 times already" in said and "scontrol" not in calls
 
 
+def test_a_log_counts_one_as_one(place: Path) -> None:
+    """ "1 x 1 ranks" and "1 times" read as a program that nobody has looked at."""
+    script = job(replace(TINY, ranks_per_node=1, max_requeues=1), words=("--training.steps=1",)).script
+    _, said, _ = ran(place, script, CODE="4", SLURM_RESTART_COUNT="1")
+    assert "start 2 on n[1-2]: 1 node of 1 rank; at step 0 of 1" in said and "started again 1 time already" in said
+    _, said, _ = ran(place, script, SAVED="1")
+    assert "through: 1 step, everything" in said
+
+
 @pytest.mark.parametrize("code", ["1", "2", "3"])
 def test_what_must_be_mended_is_not_tried_again(place: Path, code: str) -> None:
     """A wrong configuration or a loss that is no number stays so."""

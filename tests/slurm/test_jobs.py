@@ -103,7 +103,7 @@ def test_two_nodes_of_two_ranks_train(undisturbed: Path) -> None:
     assert {path.name for path in logs.glob("rank_*.log")} == {f"rank_{rank}.log" for rank in range(4)}
     (job,) = logs.glob("job_*.log")
     said = job.read_text()
-    assert "start 1 on n[1-2]: 2 x 2 ranks" in said and f"through: {STEPS} steps" in said
+    assert "start 1 on n[1-2]: 2 nodes of 2 ranks" in said and f"through: {STEPS} steps" in said
     assert "n1" in (logs / "doctor.log").read_text() and "n2" in (logs / "doctor.log").read_text()
 
 
@@ -118,7 +118,10 @@ def test_a_warned_job_and_one_that_lost_a_rank_come_back_with_the_same_numbers(
     (log,) = (run / "logs").glob("job_*.log")
     assert slurm.wait_for(lambda: "start 2 on" in log.read_text(), PATIENCE), log.read_text()
     stopped = int(re.findall(rf"saved at step (\d+) of {STEPS}; into the queue again", log.read_text())[0])
-    assert 1 <= stopped < STEPS and f"start 2 on n[1-2]: 2 x 2 ranks; at step {stopped} of {STEPS}" in log.read_text()
+    assert (
+        1 <= stopped < STEPS
+        and f"start 2 on n[1-2]: 2 nodes of 2 ranks; at step {stopped} of {STEPS}" in log.read_text()
+    )
     assert slurm.wait_for(lambda: saved_step(run) > stopped, PATIENCE)
     kill_rank(job, 3)
     ended(slurm, job, tmp_path)
