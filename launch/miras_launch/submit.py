@@ -11,6 +11,21 @@ from miras_megatron.config.errors import ConfigError
 from .cluster import Cluster
 from .slurm import Job
 
+UNREACHED = (
+    "unable to contact slurm controller",
+    "connect failure",
+    "connection refused",
+    "timed out on send/recv",
+    "zero bytes were transmitted",
+)
+"""Of sbatch's words: nobody answered, so nobody has looked at the job."""
+
+NOT_OF_A_CLUSTER = ("could not establish a configuration source", "unable to process configuration file")
+"""sbatch's words where it finds no slurm.conf."""
+
+PATIENCE = 20.0
+"""seconds for scontrol's own waiting"""
+
 
 def submit(job: Job, cluster: Cluster, where: str) -> int:
     """Write the job's files and hand the script to sbatch. Raises ConfigError where Slurm doesn't take it."""
@@ -46,13 +61,33 @@ def _sbatch(path: Path, cluster: Cluster, where: str) -> str:
         way_out = f"run this on a login node of the cluster, or there: sbatch {path}; --cluster local trains here"
         raise ConfigError(where, [f"launcher = 'slurm': sbatch isn't on this machine; {way_out}"]) from None
     if done.returncode:
-        lines = [
-            line.removeprefix("sbatch: error: ").removeprefix("sbatch: fatal: ") for line in done.stderr.splitlines()
-        ]
-        raise ConfigError(
-            where, ["; ".join([f"Slurm refused {path}: {', '.join(lines)}", *_hints(done.stderr, cluster)])]
-        )
+        raise _refusal(path, done.stderr, cluster, where)
     return done.stdout.strip().partition(";")[0]
+
+
+def _refusal(path: Path, said: str, cluster: Cluster, where: str) -> ConfigError:
+    """What sbatch's complaint means: no Slurm behind it, or a job that Slurm doesn't take as `where` has it."""
+    lines = [line.removeprefix("sbatch: error: ").removeprefix("sbatch: fatal: ") for line in said.splitlines()]
+    told, again = ", ".join(lines), f"then the same command again, or: sbatch {path}"
+    if any(sign in said.lower() for sign in UNREACHED):
+        problem = (
+            f"its controller (slurmctld) doesn't answer: {told}; {_ping()}; ask those who run the cluster, {again}"
+        )
+        return ConfigError("Slurm", [problem])
+    if any(sign in said.lower() for sign in NOT_OF_A_CLUSTER):
+        way_out = f"name slurm.conf in SLURM_CONF, or go to a login node of the cluster, {again}"
+        return ConfigError("Slurm", [f"this machine doesn't know its cluster: {told}; {way_out}"])
+    return ConfigError(where, ["; ".join([f"Slurm refused {path}: {told}", *_hints(said, cluster)])])
+
+
+def _ping() -> str:
+    """What scontrol says of the controller, in words."""
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, check=False, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return "scontrol ping and sinfo say whether it is up"
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip(" *") and not line.startswith("**")]
+    return f"scontrol ping says: {', '.join(lines)}" if lines else "scontrol ping and sinfo say whether it is up"
 
 
 def _hints(said: str, cluster: Cluster) -> Iterator[str]:
