@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .field_rules import wrong_numbers, wrong_texts
+from .field_rules import wrong_numbers, wrong_shell, wrong_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ def problems_of(cluster: Cluster) -> Iterator[str]:
     yield from _ignored(cluster)
     yield from _time(cluster)
     yield from wrong_texts(cluster)
+    yield from wrong_shell(cluster)
     if cluster.container_mounts and cluster.container is None:
         yield f"container_mounts = {cluster.container_mounts}: there is no container; name its image, or leave them out"
 

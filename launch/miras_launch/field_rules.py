@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from .shell import syntax_fault
+
 if TYPE_CHECKING:
     from .cluster import Cluster
 
@@ -52,6 +54,12 @@ def wrong_texts(cluster: Cluster) -> Iterator[str]:
             yield f"{name} = {value!r}: must be one word, or null"
     if cluster.launcher == "mpi" and not (cluster.mpirun and all(word.strip() for word in cluster.mpirun)):
         yield f"mpirun = {cluster.mpirun}: must hold the command that starts MPI, such as mpirun, and no empty word"
+
+
+def wrong_shell(cluster: Cluster) -> Iterator[str]:
+    """Lines of shell that don't end what they open: they would take the rest of a job's script with them."""
+    if cluster.setup and (fault := syntax_fault(cluster.setup)):
+        yield f"setup = {cluster.setup}: is no whole shell: {fault}; lines are counted within setup; mend it"
 
 
 def _has_nul(value: object) -> bool:

@@ -32,6 +32,8 @@ CHECKPOINTS = 240.0
         (Cluster(environment={"Aé": "1"}), "environment.Aé: no name of a variable"),
         (Cluster(options=["--x\ry"]), "options: '--x\\ry' is no option; each is one line"),
         (Cluster(setup=["a", "b\0"]), "setup = ['a', 'b\\x00']: holds a NUL byte"),
+        (Cluster(setup=["module load cuda", "echo 'x"]), "is no whole shell: line 2: unexpected EOF while looking for"),
+        (Cluster(setup=["if true; then"]), "setup = ['if true; then']: is no whole shell: line 2: syntax error"),
         (Cluster(environment={"A": "\0"}), "environment = {'A': '\\x00'}: holds a NUL byte"),
         (Cluster(programs="/a\0b"), "programs = '/a\\x00b': holds a NUL byte"),
         (Cluster(time_limit="٢٤:00:00"), "time_limit = '٢٤:00:00': must be"),
