@@ -17,7 +17,7 @@ from miras_megatron.config.words import counted
 from .cluster import Cluster
 from .points import Point
 from .ranks import cache_of, program
-from .shell import assignments, chosen_by, exports, in_double_quotes, template
+from .shell import assignments, chosen_by, exports, in_double_quotes, names_in, template
 
 FOLDER = "launch"
 """Folder in a run's folder for the script and the configuration that it trains."""
@@ -60,6 +60,7 @@ def job_of(points: Sequence[Point], base: Run, cluster: Cluster, where: str) -> 
         srun_options=shlex.join(srun_options(cluster)),
         ranks=cluster.world_size,
         layout=f"{counted(cluster.nodes, 'node')} of {counted(cluster.ranks_per_node, 'rank')}",
+        unset=_unset_names(points[0], cluster, where),
         preflight=_preflight(points[0], cluster),
         train=_train(points[0], cluster),
     )
@@ -152,6 +153,19 @@ def _cache(point: Point, cluster: Cluster, option: str) -> list[str]:
     if cache is None or (own and option == "--data.cache"):  # the configuration has the user's
         return []
     return [f"{option}={shlex.quote(cache) if own else in_double_quotes(cache)}"]
+
+
+def _unset_names(point: Point, cluster: Cluster, where: str) -> str:
+    """The lines that end the job with a word where the cluster's cache names what isn't set: bash would have none."""
+    own, cache = cache_of(point, cluster)
+    names = [] if own or cache is None else names_in(cache)
+    if not names:
+        return "# no variable is filled in: the cluster's file names none in cache"
+    told = shlex.quote(f"cache = {cache!r} in {where}:")
+    way_out = shlex.quote("isn't set on this machine; set it in environment or setup there, or name another folder")
+    return f"""for name in {" ".join(names)}; do
+  [ -n "${{!name+set}}" ] || {{ say {told} "\\$$name" {way_out}; exit 2; }}
+done"""
 
 
 def _train(point: Point, cluster: Cluster) -> str:

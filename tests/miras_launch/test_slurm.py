@@ -309,6 +309,25 @@ def test_a_sites_setup_may_read_variables_that_are_not_there(place: Path) -> Non
     assert code == 0 and "through: 40 steps" in said
 
 
+@pytest.mark.parametrize("doctor", [True, False])
+def test_a_cache_of_a_variable_that_is_not_set_is_said(place: Path, doctor: bool) -> None:
+    """The job ended with 1, a fault of the program, and a line of bash in no log that anybody reads."""
+    made = job(replace(TINY, cache="/tmp/${NOT_THERE}/it's $USER_OF_IT", doctor=doctor)).script
+    code, said, calls = ran(place, made, USER_OF_IT="me")
+    told = (
+        """cache = "/tmp/${NOT_THERE}/it's $USER_OF_IT" in mine.yaml: $NOT_THERE isn't set on this machine; set it in"""
+    )
+    assert code == 2 and told in said and "srun" not in calls
+    code, _, calls = ran(place, made, USER_OF_IT="me", NOT_THERE="", SAVED="40")
+    assert code == 0 and "--data.cache=/tmp//it's me" in calls, "one that is empty is set"
+
+
+def test_a_cache_of_the_command_line_needs_no_variable_of_the_clusters(place: Path) -> None:
+    """The cluster's isn't used then."""
+    made = job(replace(TINY, cache="/tmp/$NOT_THERE"), words=("--data.cache=mine",))
+    assert ran(place, made.script, SAVED="40")[0] == 0
+
+
 def test_a_machine_at_fault_stops_the_job_before_training(place: Path) -> None:
     """The preflight is there so that hours of a thousand GPUs aren't spent to find it."""
     code, said, calls = ran(place, job(replace(TINY, doctor=True)).script, CODE="1")
