@@ -13,6 +13,7 @@ from miras_megatron.config.words import counted
 
 from .cluster import Cluster, problems_of
 from .cluster_file import load_cluster
+from .data_here import missing_data
 from .points import points_of
 from .ranks import lines_of, start_here
 from .report import describe_layout, describe_memory
@@ -37,6 +38,10 @@ def launch(words: Sequence[str], description: str) -> int:
     told = [f"{counted(len(points), 'run')}: {', '.join(point.folder.name for point in points)}"] if place.sweep else []
     told += dict.fromkeys(describe_layout(point.run, size) for point in points)
     told += dict.fromkeys(describe_memory(point.run, size, cluster.gpu_gib) for point in points)
+    problems, notes = missing_data(points, cluster)
+    if problems and not command.switches["dry-run"]:
+        raise ConfigError(command.source, problems)
+    told += [f"note: {note}" for note in (*problems, *notes)]
     if cluster.launcher == "slurm":
         job = job_of(points, command.run, cluster, where)
         told += [f"script: {job.path}", "", job.script] if command.switches["dry-run"] else []

@@ -13,11 +13,11 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from numpy.typing import NDArray
 
+from ..config.token_pair import AGAIN, find_prefix
 from .manifest import Manifest, manifest_path, read_manifest
 from .token_writer import DTYPES, HEADER_BYTES, MAGIC
 
 log = logging.getLogger(__name__)
-_AGAIN = "run miras-preprocess again with --overwrite, or correct the path"
 
 
 class TokenFiles:
@@ -78,27 +78,13 @@ class TokenFiles:
         masks = _open_pair(prefix, self.field)
         if not np.array_equal(_document_bounds(masks), self._bounds):
             reason = "its documents differ in length from those of the tokens"
-            raise ValueError(f"{self.field} = {self.prefix!r}: {prefix}.idx: {reason}; {_AGAIN}")
+            raise ValueError(f"{self.field} = {self.prefix!r}: {prefix}.idx: {reason}; {AGAIN}")
         return masks
 
     def _refuse_ids(self, document: int, token: int) -> None:
         reason = f"document {document} holds token id {token}, outside the vocabulary of {self.vocab_size}"
         way_out = "set data.tokenizer (or model.vocab_size) to what the files were made with"
         raise ValueError(f"{self.field} = {self.prefix!r}: {self.prefix}.bin: {reason}; {way_out}")
-
-
-def find_prefix(prefix: str, field: str = "data.train") -> str:
-    """The path without ending of the pair that a user named; raises ValueError when one of its files is missing."""
-    bare = prefix.removesuffix(".bin").removesuffix(".idx")
-    for candidate in (bare, bare + "_text_document"):
-        found = [ending for ending in (".bin", ".idx") if Path(candidate + ending).is_file()]
-        if len(found) == 2:
-            return candidate
-        if found:
-            missing = candidate + (".idx" if found == [".bin"] else ".bin")
-            raise ValueError(f"{field} = {prefix!r}: {missing} is missing ({candidate}{found[0]} is there); {_AGAIN}")
-    way_out = "make them with miras-preprocess --output-prefix, or correct the path"
-    raise ValueError(f"{field} = {prefix!r}: there is no {bare}.idx and no {bare}_text_document.idx; {way_out}")
 
 
 def _check_tokenizer(prefix: str, field: str, manifest: Manifest | None, digest: str | None, vocab_size: int) -> None:
@@ -124,7 +110,7 @@ def _open_pair(prefix: str, field: str) -> IndexedDataset:
         (prefix + ".bin", "empty" if not Path(prefix + ".bin").stat().st_size else None),
     ):
         if reason is not None:
-            raise ValueError(f"{field} = {prefix!r}: {path} is {reason}; {_AGAIN}")
+            raise ValueError(f"{field} = {prefix!r}: {path} is {reason}; {AGAIN}")
     pair = _read_index(prefix, field)
     lengths, offsets = pair.index.sequence_lengths, pair.index.sequence_pointers
     itemsize = np.dtype(pair.index.dtype).itemsize
@@ -132,9 +118,9 @@ def _open_pair(prefix: str, field: str) -> IndexedDataset:
     have, need = Path(prefix + ".bin").stat().st_size, int(ends[-1])
     if have != need:
         reason = f"{'truncated' if have < need else 'longer than its index'}: {have:,} bytes, the index says {need:,}"
-        raise ValueError(f"{field} = {prefix!r}: {prefix}.bin is {reason}; {_AGAIN}")
+        raise ValueError(f"{field} = {prefix!r}: {prefix}.bin is {reason}; {AGAIN}")
     if not np.array_equal(offsets[1:], ends[:-1]):
-        raise ValueError(f"{field} = {prefix!r}: {prefix}.idx is damaged: offsets do not follow the lengths; {_AGAIN}")
+        raise ValueError(f"{field} = {prefix!r}: {prefix}.idx is damaged: offsets do not follow the lengths; {AGAIN}")
     return pair
 
 
@@ -145,7 +131,7 @@ def _read_index(prefix: str, field: str) -> IndexedDataset:
         documents, lengths = pair.index.document_indices, pair.index.sequence_lengths
         assert documents[0] == 0 and bool((np.diff(documents) >= 0).all()) and bool((lengths >= 0).all())
     except AssertionError:
-        raise ValueError(f"{field} = {prefix!r}: {prefix}.idx is damaged: impossible documents; {_AGAIN}") from None
+        raise ValueError(f"{field} = {prefix!r}: {prefix}.idx is damaged: impossible documents; {AGAIN}") from None
     return pair
 
 
