@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from miras_megatron.config.errors import ConfigError
+from miras_megatron.config.unread import quiet_when_unread
 
 PACKAGES = {"yaml": "PyYAML", "jsonargparse": "jsonargparse"}
 """Module -> the package that has it: all that this command needs beside Python."""
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from .command import launch  # here, so that a login node without its packages is told their names
 
-        return launch(words, __doc__ or "")
+        return quiet_when_unread(lambda: launch(words, __doc__ or ""))
     except ConfigError as error:
         print(f"miras-launch: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:

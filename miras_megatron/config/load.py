@@ -23,6 +23,7 @@ from .describe import FieldInfo, dump_run, help_text, list_fields, nested_datacl
 from .errors import ConfigError
 from .overrides import FREE_FORM, PARSER_OPTIONS
 from .schema import Run
+from .unread import discard_output
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _print_and_exit(text: str) -> NoReturn:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        discard_output()
     raise SystemExit(0)
 
 

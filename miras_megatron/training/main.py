@@ -17,6 +17,7 @@ from ..config.check import check_run
 from ..config.errors import ConfigError
 from ..config.load import parse_command_line
 from ..config.schema import Run
+from ..config.unread import printed, quiet_when_unread
 from ..parallel.exit_code import tell_exit_code
 from ..parallel.rendezvous import RankInfo, find_rank
 from .stop import ended_by_sigterm
@@ -49,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             # Alone, a layout of several ranks is sized for the fewest that have it; nothing is started for that.
             ranks = max(1, command.run.parallel.model_ranks) if here.launcher == "none" else here.world_size
-            print(describe_run(command.run, command.source, ranks), flush=True)
-            return 0
+            return printed(describe_run(command.run, command.source, ranks))
         check_run(command.run, command.source, here.world_size)
         if here.rank == 0 and sys.stderr.isatty():
             print("loading PyTorch and megatron-core: some seconds", file=sys.stderr, flush=True)
@@ -92,13 +92,14 @@ def run_training(run: Run, source: str) -> int:
 def one_message(name: str, work: Callable[[], int]) -> int:
     """What `work` of the command `name` returns; 2 for something to mend, said in one message, and 130 for Ctrl-C.
 
-    SIGTERM ends it as an exception does, with 143. Characters that the terminal doesn't have are printed as escapes.
+    SIGTERM ends it as an exception does, with 143; a reader of its output that leaves, such as head, with 141 and no
+    word. Characters that the terminal doesn't have are printed as escapes.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # or a folder's name ends what has just written the folder
     try:
         with ended_by_sigterm():
-            return work()
+            return quiet_when_unread(work)
     except ValueError as error:
         if not said_by_us(error):
             raise

@@ -92,3 +92,20 @@ def test_one_of_a_thing_is_not_many(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main([DEBUG, "--node-rank=1", "--dry-run"]) == 2
     assert "must be from 0 to 0, with 1 node\n" in capsys.readouterr().err
+
+
+def test_a_reader_of_a_dry_run_may_leave_early() -> None:
+    """`miras-launch CONFIG --dry-run | head -3` is how one looks at a layout."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "miras_launch.main", DEBUG, "--dry-run"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

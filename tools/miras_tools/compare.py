@@ -16,6 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from miras_megatron.config.unread import quiet_when_unread
+
 from .compare_runs import Inference, Recorded, infer, read_run
 from .compare_verdict import LOSS, NORM, PARAMETER, TOLERANCES, Difference, Kind, StepVerdict, judge
 
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     """See the module's docstring for the exit codes."""
     options = _parser().parse_args(argv)
     try:
-        return compare(options)
+        return quiet_when_unread(lambda: compare(options))
     except ValueError as error:
         print(f"miras-compare: {error}", file=sys.stderr)
         return 2
