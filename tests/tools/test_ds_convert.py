@@ -216,6 +216,35 @@ def test_a_tensor_of_another_kind_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("kind", "number", "said"),
+    [
+        ("fp32", float("nan"), "nan, no finite number"),
+        ("exp_avg", float("nan"), "nan, no finite number"),
+        ("exp_avg_sq", float("nan"), "nan, no finite number"),
+        ("fp32", float("-inf"), "-inf, no finite number"),
+        ("exp_avg_sq", 1e300, "inf, no finite number"),
+        ("exp_avg_sq", -1e-30, "-1e-30, below 0, where means of squares lie"),
+    ],
+)
+def test_numbers_with_which_no_run_goes_on_are_refused(
+    universal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, number: float, said: str
+) -> None:
+    """The first step makes NaN of a root of less than 0 in every weight, hours after the folder was converted."""
+    name, shape = list(weight_shapes(saved_run(universal / "miras")).items())[-1]
+    wrong = torch.zeros(shape, dtype=torch.float64)
+    wrong.view(-1)[-1] = number
+    file = f"zero/{name}/{kind}.pt"
+    assert refused(universal, tmp_path, file, {"param": wrong}) == 2
+    assert f"{tmp_path / 'foreign' / file}: {kind} of {name} holds {said}; " in capsys.readouterr().err
+
+
+def test_moments_may_be_below_zero_where_they_are_means(universal: Path, tmp_path: Path) -> None:
+    """The mean of gradients has either sign, and so has a weight."""
+    name, shape = next(iter(weight_shapes(saved_run(universal / "miras")).items()))
+    assert refused(universal, tmp_path, f"zero/{name}/exp_avg.pt", {"param": torch.full(tuple(shape), -1.0)}) == 0
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         *((name, None) for name in ("step", "tokens", "updates", "tokenizer", "data")),

@@ -13,6 +13,7 @@ import os
 import reprlib
 import shutil
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -69,7 +70,8 @@ class UniversalTensors:
     """The tensors of a universal checkpoint as those of a checkpoint of the project, one at a time.
 
     trusted  files that hold more than tensors and plain values are unpickled
-    Raises ValueError naming the file that is missing, damaged, of another shape, or not to be trusted.
+    Raises ValueError naming the file that is missing, damaged, of another shape, not to be trusted, or whose numbers
+    no run goes on with.
     """
 
     def __init__(self, folder: Path, run: Run, trusted: bool = False) -> None:
@@ -110,7 +112,12 @@ class UniversalTensors:
                 f"{path}: holds {_in_words(tensor)}, must hold a dense floating point tensor of shape {list(shape)}; "
                 "is it a checkpoint of this model?"
             )
-        return tensor.detach().reshape(shape).to(torch.float32, copy=True)
+        numbers = tensor.detach().reshape(shape).to(torch.float32, copy=True)
+        if (fault := _fault(numbers, kind)) is not None:
+            raise ValueError(
+                f"{path}: {kind} of {name} holds {fault}; no run goes on with that, take an older checkpoint"
+            )
+        return numbers
 
     def _load(self, path: Path) -> Any:
         if not path.is_file():
@@ -129,6 +136,16 @@ def _is_dense(value: object) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return False
     return not value.is_nested and value.dtype in FLOATS
+
+
+def _fault(numbers: Tensor, kind: str) -> str | None:
+    """What AdamW can't go on with: a number that is none, or a mean of squares below 0."""
+    if not numbers.numel():
+        return None
+    low, high = (float(bound) for bound in numbers.aminmax())  # both are NaN where one number is
+    if not isfinite(low) or not isfinite(high):
+        return f"{low if not isfinite(low) else high}, no finite number"
+    return f"{low:g}, below 0, where means of squares lie" if kind == MOMENTS[1] and low < 0 else None
 
 
 def _in_words(value: object) -> str:
