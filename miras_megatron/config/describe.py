@@ -118,8 +118,20 @@ def dump_run(run: Run, *, comments: bool = True) -> str:
         for f in fields(cls):
             if comments:
                 lines.append(f"  # {docs[f.name]}")
-            lines.append(textwrap.indent(_plain_yaml({f.name: values[f.name]}), "  "))
+            lines.append(_field_yaml(f.name, values[f.name]))
     return "\n".join(lines) + "\n"
+
+
+_FIELD_YAML: dict[tuple[str, str], str] = {}
+"""(field, its value as repr, which tells 1 from 1.0 and true) -> its lines."""
+
+
+def _field_yaml(name: str, value: Any) -> str:
+    """Its lines in a section; made once for each value, since the hundreds of runs of a sweep differ in few."""
+    known = name, repr(value)
+    if known not in _FIELD_YAML:
+        _FIELD_YAML[known] = textwrap.indent(_plain_yaml({name: value}), "  ")
+    return _FIELD_YAML[known]
 
 
 def _plain_yaml(value: Any) -> str:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from miras_megatron.config.errors import ConfigError
 from miras_megatron.config.load import Command, dump_run, load_file, load_run, parse_command_line
@@ -68,6 +70,15 @@ def test_a_dumped_run_reads_back_equal(tmp_path: Path) -> None:
     )
     assert load_run([write(tmp_path, dump_run(run))]) == run
     assert load_run([write(tmp_path, dump_run(run, comments=False))]) == run
+
+
+def test_a_dumped_value_is_its_own_not_that_of_another_run() -> None:
+    """Lines are kept between dumps: 1, 1.0 and true are equal to Python, and 0.0 and -0.0."""
+    values: list[Any] = [1, 1.0, True, "1", [1], [1.0], 0.0, -0.0]
+    dumped = [
+        yaml.safe_load(dump_run(Run(memory=Memory(options={"p": value}))))["memory"]["options"] for value in values
+    ]
+    assert [repr(options["p"]) for options in dumped] == [repr(value) for value in values]
 
 
 def test_lists_and_nulls_can_be_overridden(tmp_path: Path) -> None:
