@@ -23,11 +23,11 @@ def as_loss(error: BaseException, where: str) -> RankLost | None:
 
     where  this rank, for an error that names none
     """
-    said = None if isinstance(error, RankLost) else said_of_loss(error)
+    said = None if isinstance(error, RankLost) else _said_of_loss(error)
     return None if said is None else RankLost(with_first_cause(f"{where} lost another rank in a collective: {said}"))
 
 
-def said_of_loss(error: BaseException) -> str | None:
+def _said_of_loss(error: BaseException) -> str | None:
     """What an error says that means another rank is gone; None: it means no such."""
     if not isinstance(error, RuntimeError):
         return None

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +102,11 @@ def start_zero(model: nn.Module, groups: list[dict[str, Any]], adam: Adam, mesh:
         return WholeStates(engine, mesh, pairs)
     if plan.stage < 3:
         return StateShards(engine, mesh)
-    _compare_orders_within(mesh.groups.dp_cp)
-    return WeightShards(engine, mesh, plan.layers)
+    return WeightShards(engine, mesh, plan.layers, undo=_compare_orders_within(mesh.groups.dp_cp))
 
 
-def _compare_orders_within(group: Any) -> None:
-    """Let stage 3 compare among the ranks of `group` in which order they called the model's parts.
+def _compare_orders_within(group: Any) -> Callable[[], object]:
+    """Let stage 3 compare among the ranks of `group` in which order they called the model's parts; how to undo it.
 
     It asks all ranks of the run, but another stage of a pipeline calls others, at other times.
     """
@@ -118,9 +117,11 @@ def _compare_orders_within(group: Any) -> None:
         dist.all_gather_object(orders, order, group=group)
         if any(other != order for other in orders):
             ranks = dist.get_process_group_ranks(group)
-            raise RuntimeError(f"ranks {ranks} called parts of the model in other orders: {orders}"[:2000])
+            raise RuntimeError(f"ranks {ranks} called parts of the model in different orders: {orders}"[:2000])
 
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = compare
+    patcher = patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", compare)
+    patcher.start()
+    return patcher.stop
 
 
 def _add_masters(groups: list[dict[str, Any]]) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -1,7 +1,7 @@
 """What DeepSpeed's ZeRO leaves of a model on one rank: the flat parts of weights, gradients and moments.
 
-Its optimizers keep them in lists under names of their own; here they are the same for all stages (`zero_stages`), and a
-weight's part is found by the weight. Nothing of deepspeed is imported: `zero` makes the engine.
+Its optimizers keep them in lists under names of their own; here they are the same for all stages (`zero_stages`,
+`zero_weights`), and a weight's part is found by the weight. Nothing of deepspeed is imported: `zero` makes the engine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,14 @@ class WeightShards(ZeroModel):
     Of a bf16 run flats are kept for each group in its own dtype (`_in_their_dtypes`).
 
     layers  of the model, each of which has its weights for itself
+    undo    what was changed in DeepSpeed for this model
     """
 
-    def __init__(self, engine: Any, mesh: ParallelMesh, layers: Iterable[nn.Module]):
+    def __init__(self, engine: Any, mesh: ParallelMesh, layers: Iterable[nn.Module], undo: Callable[[], object]):
         super().__init__(engine, mesh)
-        self._hooks = [layer.register_forward_pre_hook(_release_after, with_kwargs=True) for layer in layers]
+        self._undo = undo
+        self._release = self.optimizer.parameter_offload.post_sub_module_backward_function
+        self._hooks = [layer.register_forward_pre_hook(self._mark, with_kwargs=True) for layer in layers]
         self.masters = list(self.optimizer.fp32_partitioned_groups_flat)
         self.shards = list(self.optimizer.fp16_partitioned_groups_flat)
         self.summed_over = float(self.group.size())
@@ -91,20 +94,40 @@ class WeightShards(ZeroModel):
             for weight, data in plain:
                 weight.data = data
 
+    def _mark(self, layer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Let a layer's weights go each time a backward of it is through, which is when all its inputs have gradients.
+
+        DeepSpeed looks at positional inputs, and megatron-core names a layer's; and it counts for the last forward
+        alone, where others may wait for their backward. Else all weights would be whole at the end of a pass.
+        """
+        watched = [name for name, x in options.items() if isinstance(x, Tensor) and x.requires_grad]
+        left = len(watched)
+
+        def done() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._release(layer)
+
+        mark: Any = _Mark.apply
+        return args, options | {name: mark(options[name], done) for name in watched}
+
     def close(self) -> None:
         super().close()
         for hook in self._hooks:
             hook.remove()
+        self._undo()
 
 
-def _release_after(layer: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Let a layer's weights go when its backward is through.
+class _Mark(torch.autograd.Function):
+    """Nothing is done to a layer's input; when its gradient is there, `then` is called."""
 
-    DeepSpeed sees that by the gradients of positional inputs, and megatron-core names a layer's inputs: else all
-    weights would be whole at the end of a pass.
-    """
-    marked = {
-        name: layer.post_bwd_fn.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
-        for name, value in options.items()
-    }
-    return args, marked
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, then: Callable[[], None]) -> Tensor:
+        ctx.then = then
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.then()
+        return gradient, None

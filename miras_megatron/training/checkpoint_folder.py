@@ -98,6 +98,8 @@ def begin_checkpoint(run_dir: Path | str, step: int, rank: int, barrier: Callabl
     if rank == 0:
         for left_behind in folder.glob(".step_*"):
             shutil.rmtree(left_behind)
+        for pointer in folder.glob(f"{LATEST}.*.tmp"):
+            pointer.unlink(missing_ok=True)
         part.mkdir(parents=True)
     barrier()
     return part

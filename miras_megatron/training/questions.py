@@ -46,11 +46,15 @@ class Questions:
         self._last, self._seen = question, time.monotonic()
         self.notices.put(f"answer_{question}_{self.rank}", self.where().to_json(), self.patience)
 
-    def ask(self) -> str | None:
-        """Open a question; None where another rank's is open, who decides for all."""
+    def ask(self, ticks: int = 3) -> str | None:
+        """Open a question; None where another rank's is open, who decides for all.
+
+        ticks  beyond the patience that its asker is given
+        """
         number, _, _ = self._last.partition(".")
         question = f"{int(number or 0) + 1}.{self.rank}"
-        is_open = self._last and time.monotonic() < self._seen + self.patience + 3 * self.tick
+        is_late = time.monotonic() >= self._seen + self.patience + ticks * self.tick
+        is_open = self._last and self._last != self.in_vain and not is_late
         if is_open or not self.notices.swap("question", self._last, question, self.patience):
             return None
         self._answer(question)

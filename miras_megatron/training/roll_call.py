@@ -7,54 +7,69 @@ finding.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 
 from ..parallel.notices import Unreachable
 from .questions import Questions
 from .stuck_report import Answer
 
 PATIENCE = 5.0
-"""seconds a rank is given to answer: torchrun and srun give the survivors some thirty before they kill them"""
+"""seconds a rank is given to answer: torchrun kills after thirty, whoever doesn't end when it is asked to"""
 
-LAST = 2.0
-"""seconds the rank that keeps the store stays for those that read in it"""
+LAST = 10.0
+"""seconds the rank that keeps the store stays at most for those that read in it"""
 
 MOST = 8
 """ranks that a finding names"""
 
-NOBODY = "every rank answers, or has left: a connection broke, or a rank was too slow"
+NOBODY = "every rank answers: a connection broke, or a rank was too slow"
 """the finding where no rank is gone"""
 
 
-def who_is_gone(questions: Questions) -> str:
-    """Call the roll, or wait for the finding of the rank that does. A line for users; "" where none came in time.
+@dataclass(frozen=True)
+class Finding:
+    """A line for users, and the ranks that gave no answer."""
+
+    text: str = ""
+    missing: list[int] = field(default_factory=list)
+
+
+def who_is_gone(questions: Questions) -> Finding:
+    """Call the roll, or wait for the finding of the rank that does; an empty one where none came in time.
 
     Called by the main thread, when the watchdog's own has stopped: it answers in its place.
     """
-    give_up = time.monotonic() + 3 * PATIENCE
+    questions.patience = PATIENCE
+    give_up = time.monotonic() + 4 * PATIENCE
     try:
-        while questions.answer() is None and time.monotonic() < give_up:
-            (finding,) = questions.notices.get(["gone"], PATIENCE)
-            if finding is not None:
-                return finding
-            question = questions.ask()
+        while questions.answer() is None:
+            (found,) = questions.notices.get(["gone"], PATIENCE)
+            if found is not None:
+                return Finding(**json.loads(found))
+            if time.monotonic() > give_up:
+                break
+            question = questions.ask(ticks=2)
             if question is not None:
                 _call_the_roll(questions, question)
             time.sleep(questions.pause)
     except Unreachable:
-        return (
-            f"{questions.notices.keeper}, which keeps the store in which ranks meet, gives no answer: dead, or gone too"
+        keeper = questions.notices.keeper
+        return Finding(
+            f"{keeper}, which keeps the store where ranks meet, gives no answer: dead, stopped, or it left before, and "
+            f"said why"
         )
-    return ""
+    return Finding()
 
 
-def stay_for_the_others(questions: Questions) -> None:
-    """Of the rank with which the store goes: let those who ask there read the finding first."""
+def stay_for_the_others(questions: Questions, finding: Finding) -> None:
+    """Of the rank with which the store goes: let those that answer read the finding first."""
+    others = [rank for rank in range(questions.ranks) if rank not in (questions.rank, *finding.missing)]
     with suppress(Unreachable):
-        others = [f"left_{rank}" for rank in range(questions.ranks) if rank != questions.rank]
-        questions.wait_for(others, LAST)
+        questions.wait_for([f"left_{rank}" for rank in others], LAST)
 
 
 def _call_the_roll(questions: Questions, question: str) -> None:
@@ -64,14 +79,17 @@ def _call_the_roll(questions: Questions, question: str) -> None:
     missing = [rank for rank in absent if rank not in left]
     titles = questions.notices.get([f"title_{rank}" for rank in missing], PATIENCE)
     names = [title or f"rank {rank}" for rank, title in zip(missing, titles, strict=True)]
-    questions.notices.swap("gone", "", _finding(names, answers), PATIENCE)
+    finding = Finding(_in_words(names, [error for error in left.values() if error], answers), missing)
+    questions.notices.swap("gone", "", json.dumps(asdict(finding)), PATIENCE)
     questions.give_up(question)
 
 
-def _finding(missing: list[str], answers: Mapping[int, Answer]) -> str:
-    """Those that give no answer; where all do, those that work on while the others waited for them."""
+def _in_words(missing: Sequence[str], failed: Sequence[str], answers: Mapping[int, Answer]) -> str:
+    """Those that give no answer; else those that failed; else those that work on, for whom the others had to wait."""
     if missing:
         return f"no answer from {_some(missing)}: dead, stopped, or the machine is gone"
+    if failed:
+        return f"left with an error: {_some(failed)}"
     busy = [
         f"{answer.title} is at {answer.where} ({answer.place}, no sign of life for {answer.silent:.0f} s)"
         for _, answer in sorted(answers.items())
@@ -80,5 +98,5 @@ def _finding(missing: list[str], answers: Mapping[int, Answer]) -> str:
     return NOBODY + (f"; at work: {_some(busy)}" if busy else "")
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")

@@ -56,6 +56,16 @@ def listen_for_stop(speaks: bool = True) -> Iterator[StopRequest]:
         yield request
 
 
+def ignore_signals() -> None:
+    """From now on they don't end this process, until a `handlers_restored` around it ends; off the main thread nothing.
+
+    For an end that has begun: torchrun sends SIGTERM to all ranks as soon as one has died.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def handlers_restored() -> Iterator[None]:
     """After the block signals do what they did before it."""

@@ -24,6 +24,7 @@ class Answer:
     silent  seconds since its last sign of life
     waits   whether it waits for other ranks; `where` says for what then, else the line it is at
     stacks  of all its threads
+    leaves  whether it has lost another rank, and is about to end by itself
     """
 
     title: str
@@ -33,6 +34,7 @@ class Answer:
     waits: bool
     where: str
     stacks: str
+    leaves: bool = False
 
     def to_json(self) -> str:
         """For the store."""

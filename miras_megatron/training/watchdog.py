@@ -34,7 +34,8 @@ from ..parallel.whereabouts import (
 )
 from .questions import Questions
 from .roll_call import stay_for_the_others, who_is_gone
-from .signs import SIGNS, begin_anew
+from .signs import SIGNS, alive, begin_anew
+from .stop import ignore_signals
 from .stuck_report import Answer, Verdict, append_alone, summary, write_report
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ class Watchdog:
         self._thread.start()
 
     def watch(self) -> None:
-        """Begin to watch too; until then silence means nothing."""
+        """Begin to watch too."""
+        alive()
         self._watches = True
 
     def stop(self, error: str = "") -> None:
@@ -119,13 +121,14 @@ class Watchdog:
 
     def find_the_lost(self, lost: RankLost) -> str:
         """The main thread has lost another rank: say so, find out who is gone, and leave, with no error of its own."""
-        logger.warning("%s\nasking all ranks, to learn who is gone", lost)
+        ignore_signals()
+        logger.warning("%s; asks all ranks who is gone", str(lost).splitlines()[0])
         self._rest()
         finding = who_is_gone(self.questions)
         if self.notices.keeper == "rank 0" and self.rank == 0:
-            stay_for_the_others(self.questions)
+            stay_for_the_others(self.questions, finding)
         self.stop()
-        return finding
+        return finding.text
 
     def _rest(self) -> None:
         self._stop.set()
@@ -138,11 +141,11 @@ class Watchdog:
                 continue
             try:
                 self._answer_questions()
-                if self.silent >= self._ask_at:
+                if self._watches and self.silent >= self._ask_at:
                     self._ask()
             except Unreachable as error:
                 self._store_is_gone = error.__cause__ is not None
-                if self.silent >= self.limit and not self._stop.is_set():
+                if self._watches and self.silent >= self.limit and not self._stop.is_set():
                     self._end_alone(str(error))
 
     def _count(self) -> None:
@@ -150,7 +153,7 @@ class Watchdog:
         now = time.monotonic()
         self.silent += min(now - self._last, self.tick + 2 * GRACE)  # a store that doesn't answer takes that long
         self._last = now
-        if SIGNS.count != self._seen or not self._watches:
+        if SIGNS.count != self._seen:
             self._seen, self.silent, self._ask_at = SIGNS.count, 0.0, self.limit
 
     def _answer_questions(self) -> None:
@@ -164,7 +167,8 @@ class Watchdog:
 
     def _where(self) -> Answer:
         frame = main_thread_frame()
-        asks = "an answer, having lost another rank" if self._stop.is_set() else None
+        leaves = self._stop.is_set()
+        asks = "answers, having lost another rank" if leaves else None
         place = asks or describe_wait(frame) or describe_device_wait(frame, self.device)
         return Answer(
             self.title,
@@ -174,6 +178,7 @@ class Watchdog:
             place is not None,
             place or describe_place(frame),
             describe_stacks(but=("watchdog", "notices")),
+            leaves,
         )
 
     def _ask(self) -> None:
@@ -191,7 +196,8 @@ class Watchdog:
             self.questions.give_up(question)
             return
         failed = [error for error in left.values() if error]
-        self.questions.decide(Verdict(question, min(answers), sorted(answers), missing, failed))
+        stays = sorted(rank for rank, answer in answers.items() if not answer.leaves)
+        self.questions.decide(Verdict(question, stays[0], stays, missing, failed))
 
     # -- the end -----------------------------------------------------------------------------------
     def _end(self, verdict: Verdict) -> NoReturn:

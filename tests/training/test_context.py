@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,15 @@ LOST: dict[str, dict[str, Any]] = {
 }
 
 
+def told_until(process: subprocess.Popen[str], said: str) -> str:
+    """What a rank says on stderr, to the line that has `said`, or to its end."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    while not lines or (lines[-1] and said not in lines[-1]):
+        lines.append(process.stderr.readline())
+    return "".join(lines)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "axis"),
@@ -151,18 +161,26 @@ def test_a_rank_that_is_lost_ends_the_others_with_its_name(tmp_path: Path, how: 
                 command, env=os.environ | here | python, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
             )
         )
+    too_late = threading.Timer(90, lambda: [process.kill() for process in ranks])
     try:
         metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
         while not (metrics.exists() and metrics.read_text().count("\n") > 3) and time.monotonic() < deadline:
             time.sleep(0.1)
         ranks[2].send_signal(how)
-        for rank in (0, 1):
-            error = ranks[rank].communicate(timeout=60)[1]
+        too_late.start()
+        errors = {}
+        for rank in (1, 0):
+            errors[rank] = told_until(ranks[rank], "asks all ranks who is gone")
+            ranks[rank].send_signal(signal.SIGTERM)  # as torchrun does at once
+        for rank, error in errors.items():
+            error += told_until(ranks[rank], "nothing of the kind")
+            ranks[rank].wait()
             assert ranks[rank].returncode == 4, error
             assert "Traceback" not in error
             assert f"rank {rank} " in error and "lost" in error
             assert "no answer from rank 2 (" in error, error
     finally:
+        too_late.cancel()
         for process in ranks:
             process.kill()
             process.wait()

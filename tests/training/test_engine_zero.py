@@ -167,10 +167,14 @@ def count_whole_layers(argv: list[str]) -> tuple[int, set[int]]:
         return train_here(argv), counts
 
 
-@pytest.mark.parametrize("recompute", [pytest.param("true", marks=pytest.mark.full), "false"])
-def test_weights_are_whole_while_their_layer_works(tmp_path: Path, recompute: str) -> None:
-    """What stage 3 is for: with all layers whole at the end of a pass the model doesn't fit after all."""
-    changes = {"training__steps": 2, "model__layers": 4, "training__recompute": recompute}
+@pytest.mark.parametrize("layout", [pytest.param("recomputed", marks=pytest.mark.full), "data", "pipeline"])
+def test_weights_are_whole_while_their_layer_works(tmp_path: Path, layout: str) -> None:
+    """What stage 3 is for: with all layers whole at the end of a pass the model doesn't fit after all.
+
+    In a pipeline several forwards wait for their backward.
+    """
+    _, more = (2, UNTIED) if layout == "pipeline" else LAYOUTS[layout]
+    changes = {"training__steps": 2, "model__layers": 4, **more}
     found = run_world(2, count_whole_layers, tiny_config(tmp_path, **CUT | changes, **zero(3)))
     assert found == [(0, {1})] * 2
 

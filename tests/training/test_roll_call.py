@@ -14,7 +14,7 @@ import torch.distributed as dist
 from miras_megatron.parallel.notices import Notices
 from miras_megatron.training import roll_call
 from miras_megatron.training.questions import Questions
-from miras_megatron.training.roll_call import NOBODY, stay_for_the_others, who_is_gone
+from miras_megatron.training.roll_call import NOBODY, Finding, stay_for_the_others, who_is_gone
 from miras_megatron.training.stuck_report import Answer
 
 
@@ -65,11 +65,8 @@ def test_all_who_lost_a_rank_name_the_one_that_gives_no_answer(ranks: list[Quest
     """Two lost it, one computes and hasn't noticed: neither of these three may be named."""
     with alive(ranks[2]):
         found = at_once(who_is_gone, ranks[0], ranks[1])
-    assert (
-        found[0]
-        == found[1]
-        == ("no answer from rank 3 (dp3), process 7 on node8: dead, stopped, or the machine is gone")
-    )
+    said = "no answer from rank 3 (dp3), process 7 on node8: dead, stopped, or the machine is gone"
+    assert found == [Finding(said, [3])] * 2
 
 
 def test_who_comes_late_is_told_what_was_found(ranks: list[Questions]) -> None:
@@ -80,11 +77,30 @@ def test_who_comes_late_is_told_what_was_found(ranks: list[Questions]) -> None:
     assert who_is_gone(ranks[1]) == first
 
 
-def test_a_rank_that_left_by_itself_is_not_called_dead(ranks: list[Questions]) -> None:
-    """Its error is told as the first cause; the machine it ran on is well."""
-    ranks[3].notices.put("left_3", "rank 3: ValueError: no such token", 1.0)
+def test_a_question_that_was_in_vain_keeps_nobody_from_asking(ranks: list[Questions]) -> None:
+    """A watchdog asks in vain shortly before a collective's limit, and its question would be the last."""
+    question = ranks[2].ask()
+    assert question is not None
+    for rank in ranks:
+        rank.answer()
+    ranks[2].give_up(question)
+    with alive(ranks[1], ranks[2], ranks[3]):
+        assert who_is_gone(ranks[0]).text.startswith(NOBODY)
+
+
+def test_an_asker_that_died_itself_is_not_waited_for_long(ranks: list[Questions]) -> None:
+    """It is killed while it calls the roll: the others must still learn who was first."""
+    assert ranks[3].ask() is not None
     with alive(ranks[1], ranks[2]):
-        assert who_is_gone(ranks[0]) == NOBODY
+        assert who_is_gone(ranks[0]).missing == [3]
+
+
+def test_a_rank_that_left_by_itself_is_not_called_dead(ranks: list[Questions]) -> None:
+    """The machine it ran on is well, and so are the ranks that waited for it: its error is what to mend."""
+    ranks[3].notices.put("left_3", "rank 3 (dp3): OSError: No space left on device", 1.0)
+    with alive(ranks[1], ranks[2]):
+        finding = who_is_gone(ranks[0])
+    assert finding == Finding("left with an error: rank 3 (dp3): OSError: No space left on device")
 
 
 def test_where_all_answer_those_that_work_on_are_named(ranks: list[Questions]) -> None:
@@ -93,7 +109,7 @@ def test_where_all_answer_those_that_work_on_are_named(ranks: list[Questions]) -
     ranks[2].where = lambda: reads
     with alive(ranks[1], ranks[2], ranks[3]):
         finding = who_is_gone(ranks[0])
-    assert finding == (
+    assert finding.text == (
         f"{NOBODY}; at work: rank 2 (dp2) is at read_plain (plain_files.py:9) (saving a checkpoint, "
         "no sign of life for 61 s)"
     )
@@ -107,16 +123,16 @@ def test_a_store_that_went_with_its_keeper_names_the_keeper(ranks: list[Question
             raise RuntimeError("Connection reset by peer")
 
     ranks[1].notices = Notices(Gone(), "rank 0")
-    assert who_is_gone(ranks[1]).startswith("rank 0, which keeps the store")
+    assert who_is_gone(ranks[1]).text.startswith("rank 0, which keeps the store")
 
 
 def test_whoever_keeps_the_store_stays_until_the_others_have_left(ranks: list[Questions]) -> None:
-    """Else the finding is gone before it is read; but not for those that compute on, which may take hours."""
+    """Else the finding is gone before it is read; but not for the dead, nor for those that compute on for hours."""
     began = time.monotonic()
-    stay_for_the_others(ranks[0])
+    stay_for_the_others(ranks[0], Finding("", [3]))
     assert 1.0 <= time.monotonic() - began < 10
-    for rank in (1, 2, 3):
+    for rank in (1, 2):
         ranks[rank].notices.put(f"left_{rank}", "", 1.0)
     began = time.monotonic()
-    stay_for_the_others(ranks[0])
+    stay_for_the_others(ranks[0], Finding("", [3]))
     assert time.monotonic() - began < 0.9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -19,6 +21,7 @@ from torch import nn
 
 from miras_megatron.config.check import find_problems
 from miras_megatron.config.load import load_run
+from miras_megatron.parallel.lost import RankLost
 from miras_megatron.parallel.notices import Notices, Unreachable
 from miras_megatron.parallel.whereabouts import (
     ON_GPU,
@@ -30,9 +33,11 @@ from miras_megatron.parallel.whereabouts import (
 )
 from miras_megatron.training import build_job, signs, watchdog
 from miras_megatron.training.main import main
+from miras_megatron.training.roll_call import Finding
 from miras_megatron.training.signs import SIGNS, alive, begin_anew, give_signs
+from miras_megatron.training.stop import handlers_restored
 from miras_megatron.training.stuck_report import Answer, Verdict, summary, write_report
-from miras_megatron.training.watchdog import Watchdog, own_error
+from miras_megatron.training.watchdog import Watchdog, own_error, watched
 
 
 class Ended(Exception):
@@ -53,6 +58,7 @@ def dogs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, limit: flo
     for dog in made:
         dog.notices.put(f"title_{dog.rank}", dog.title, 1.0)
         dog.watch()
+    for dog in made:
         dog._count()
     return made
 
@@ -207,13 +213,53 @@ def test_the_start_may_take_longer_than_any_step(tmp_path: Path, monkeypatch: py
     """Compilers and large checkpoints do; but its ranks answer, so that one that died there is named."""
     (dog,) = dogs(tmp_path, monkeypatch, 1)
     starting = Watchdog(1.0, dog.notices, mesh_of(0, 1), tmp_path)
+    asked = []
+    monkeypatch.setattr(Watchdog, "_ask", lambda self: asked.append(self))
     for either in (dog, starting):
-        either._seen, either._last = SIGNS.count, time.monotonic() - 5.0
-        either._count()
-    assert dog.silent >= dog.limit and starting.silent == 0.0
-    assert dog.questions.ask() is not None
-    starting._answer_questions()
-    assert dog.questions.absent(dog.questions.answers_to("1.0")) == []
+        either.start()
+        either._seen = SIGNS.count
+        pass_time(either, 2.0)
+    time.sleep(0.5)
+    for either in (dog, starting):
+        either._stop.set()
+    assert dog in asked and starting not in asked
+    assert starting.silent > 2.0, "it is told for how long it gave no sign"
+
+
+@pytest.mark.parametrize(("rank", "keeper", "stays"), [(0, "rank 0", True), (1, "rank 0", False), (0, "agent", False)])
+def test_a_rank_that_lost_another_leaves_as_a_victim_with_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, keeper: str, stays: bool
+) -> None:
+    """No error of its own is told. SIGTERM, which torchrun sends at once, doesn't end it before it said who died."""
+    stayed, store = [], dist.HashStore()
+
+    def find(questions: Any) -> Finding:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Finding("no answer from rank 2", [2])
+
+    monkeypatch.setattr(watchdog, "who_is_gone", find)
+    monkeypatch.setattr(watchdog, "stay_for_the_others", lambda *given: stayed.append(given))
+    mesh = mesh_of(rank, 3)
+    mesh.open_notices = lambda: Notices(store, keeper)
+    run = load_run(tiny_config(tmp_path))
+    with handlers_restored(), pytest.raises(RankLost, match="lost rank 2\nno answer from rank 2$"):
+        with watched(run, mesh):
+            raise RankLost("rank 0 lost rank 2")
+    assert store.get(f"left_{rank}") == b"" and bool(stayed) == stays
+
+
+def test_whoever_has_lost_a_rank_tells_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves by itself, and the others would wait in vain for the report."""
+    leaving, waiting = dogs(tmp_path, monkeypatch, 2)
+    leaving._stop.set()
+    for dog in (leaving, waiting):
+        pass_time(dog, 2.0)
+    asks = threading.Thread(target=waiting._ask)
+    asks.start()
+    while asks.is_alive():
+        leaving.questions.answer()
+    verdict = leaving.questions.answer()
+    assert verdict is not None and (verdict.teller, verdict.answered) == (1, [1])
 
 
 def test_a_store_that_never_answers_keeps_nobody(tmp_path: Path) -> None:
