@@ -112,7 +112,8 @@ def _compare_orders_within(group: Any) -> Callable[[], object]:
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
-    def compare(order: list[int]) -> None:
+    def compare(numbers: list[int]) -> None:
+        order = [number - min(numbers) for number in numbers]  # counted up in a process, over all models it had
         orders: list[list[int] | None] = [None] * group.size()
         dist.all_gather_object(orders, order, group=group)
         if any(other != order for other in orders):
